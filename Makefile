@@ -16,7 +16,7 @@ HOROVOD_WITH ?=
 # files come first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test test-full test-gpu check format bench screenshots docker-check release clean horovod
+.PHONY: demo test test-full test-cluster test-gpu check format bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(DEMO_STAMP)
@@ -27,7 +27,11 @@ test: $(STAMP) $(HOROVOD_STAMP)
 
 # The same with every long matrix: all numbers of processes of every backend, and more kills and starts.
 test-full: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m ''
+	$(PYTEST) -m 'not cluster'
+
+# Runs on several machines, which are network namespaces here: as root, with iproute2 and nftables (apt.txt).
+test-cluster: $(STAMP) $(HOROVOD_STAMP)
+	$(PYTEST) -m cluster --dist load
 
 # On a machine with a GPU, in eight minutes, with its own Python (torch with CUDA, pytest) and nothing installed. The tests
 # themselves can be tried out on CPUs: GPU_REHEARSAL=cpu make test-gpu GPU_PYTHON=.venv/bin/python
@@ -76,9 +80,10 @@ clean:
 	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The constraints pin the build's own requirements too, hence the variable and not only the option. Python compiles what is
-# imported, once: compiling all of it here, as pip does by itself, takes longer than the rest of the installation. Where Python was
-# told to keep nothing that it compiles, every process would compile all that it imports, and so it is done here.
+# The constraints pin the build's own requirements too. Workaround (pip 23.2, pypa/pip#13534; may go when the oldest pip used has
+# --build-constraint): pip applies them to a build only from the variable. Python compiles what is imported, once: compiling all of
+# it here, as pip does by itself, takes longer than the rest of the installation. Where Python was told to keep nothing that it
+# compiles, every process would compile all that it imports, and so it is done here.
 $(DEMO_STAMP): EXTRAS := $(DEMO_EXTRAS)
 $(STAMP): EXTRAS := all
 $(DEMO_STAMP) $(STAMP): pyproject.toml constraints.txt

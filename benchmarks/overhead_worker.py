@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
-from distributed.callbacks import Callback
+from distributed.callbacks import Callback, ExponentialMovingAverage
 from distributed.state import StepResult, TrainState
 from hand_written import HandWritten
 from turns import TrainerTurns, compete
 from workloads import WORKLOADS, Workload
 
-TRACKED = "Trainer, TensorBoard, MLflow"
+AVERAGED, TRACKED = "Trainer, moving average", "Trainer, TensorBoard, MLflow"
 
 
 class Counting(Callback):
@@ -110,7 +110,9 @@ def main(name: str, out: Path, quick: bool) -> None:
             "log_every_n_steps": 50,
         },
     }
-    if name == "gpt":  # one log line in each turn
+    if name == "gpt":
+        settings[AVERAGED] = {"callbacks": [ExponentialMovingAverage(0.999)]}
+        # One log line in each turn.
         settings[TRACKED] = {"tensorboard": True, "mlflow_tracking": True, "log_every_n_steps": workload.turn_steps}
     models = {name: workload.initial_model() for name in settings}
     ours = {name: trainer(workload, data, model, **settings[name]) for name, model in models.items()}

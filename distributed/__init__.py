@@ -1,4 +1,4 @@
-"""One DistributedConfig and one Trainer over several engines. Names are resolved on first use; no framework is loaded here."""
+"""One Trainer and one DistributedConfig for every engine. Public names are imported on first use, so this module loads no framework."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from distributed.backends.exporting import export
+    from distributed.backends.weights import load_weights
     from distributed.callbacks import Callback, EarlyStopping
     from distributed.comm import (
         ReduceOp,
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from distributed.finders.curve import LearningRateCurve
     from distributed.gradient_checkpointing import checkpoint_scope, memory_pool_scope
     from distributed.launcher import DistributedLauncher, LaunchConfig, launch_distributed_training
+    from distributed.loggers.logger import Logger
     from distributed.metrics import over_all
     from distributed.runs.history import History
     from distributed.trainer import (
@@ -49,7 +52,7 @@ if TYPE_CHECKING:
     from distributed.tuning.tuner import DistributedTuner
 
 __version__ = "0.1.0"
-__distributed_trainer__ = True  # how the console script knows this package from Dask's of the same name
+__distributed_trainer__ = True  # tells the console script that this is not Dask's package of the same name
 
 _HOMES = {
     "Callback": "callbacks",
@@ -68,6 +71,7 @@ _HOMES = {
     "HorovodTrainer": "trainer",
     "LaunchConfig": "launcher",
     "LearningRateCurve": "finders.curve",
+    "Logger": "loggers.logger",
     "PyTorchDDPTrainer": "trainer",
     "RayTrainer": "trainer",
     "ReduceOp": "comm",
@@ -82,12 +86,14 @@ _HOMES = {
     "broadcast": "comm",
     "checkpoint_scope": "gradient_checkpointing",
     "destroy_process_group": "comm",
+    "export": "backends.exporting",
     "get_distributed_info": "comm",
     "get_rank": "comm",
     "get_world_size": "comm",
     "init_process_group": "comm",
     "is_initialized": "comm",
     "launch_distributed_training": "launcher",
+    "load_weights": "backends.weights",
     "memory_pool_scope": "gradient_checkpointing",
     "no_sync": "comm",
     "over_all": "metrics",
@@ -110,6 +116,7 @@ __all__ = [
     "HorovodTrainer",
     "LaunchConfig",
     "LearningRateCurve",
+    "Logger",
     "PyTorchDDPTrainer",
     "RayTrainer",
     "ReduceOp",
@@ -124,12 +131,14 @@ __all__ = [
     "broadcast",
     "checkpoint_scope",
     "destroy_process_group",
+    "export",
     "get_distributed_info",
     "get_rank",
     "get_world_size",
     "init_process_group",
     "is_initialized",
     "launch_distributed_training",
+    "load_weights",
     "memory_pool_scope",
     "no_sync",
     "over_all",

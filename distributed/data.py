@@ -1,4 +1,4 @@
-"""The order of samples as a pure function of (seed, epoch, position), cut over ranks. How an engine reads data belongs to `backends`."""
+"""The order of samples as a pure function of (seed, epoch, position), cut over ranks; how an engine reads data belongs in `backends`."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | N
 def sample_seed(seed: int, epoch: int, position: int, salt: int = 0) -> int:
     """Return the 64-bit seed of the sample at `position` of `epoch`. `salt` separates training, validation and so on.
 
-    The words are mixed one after the other with the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
+    The four numbers are mixed one after the other with the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
     """
     state = 0
     for word in (seed ^ (seed >> 64), epoch, position, salt):

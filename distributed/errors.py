@@ -1,9 +1,9 @@
-"""Errors that a user can cause. Each message has the setting, its value, the rule and the fix. Errors of engines pass through unchanged."""
+"""Errors that a user can cause, which name the setting, its value, the rule and the fix; errors of engines do not belong here."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class DistributedError(Exception):
@@ -26,7 +26,7 @@ class ScriptError(ConfigError):
 
 
 class ResourceError(DistributedError):
-    """A backend, a library, a device or a port is missing."""
+    """A backend, a library, a device or a port is missing, a directory is in use, or a server does not answer."""
 
     exit_code = 3
 
@@ -47,6 +47,10 @@ class TrainingInterrupted(SystemExit):
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
         self.signum = signum
+
+
+# Exit code of a process that such an error ended -> the class of the error. Other codes mean TrainingError.
+BY_EXIT_CODE: Mapping[int, type[DistributedError]] = {each.exit_code: each for each in (ConfigError, ResourceError)}
 
 
 def nearest(word: object, known: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Recompute activations in the backward pass, for scripts without `Trainer`, which has `activation_checkpointing` for it."""
+"""Recompute activations in scripts without `Trainer`; its setting `activation_checkpointing` belongs in `config` and `backends`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def checkpoint_scope(*modules: torch.nn.Module) -> contextlib.AbstractContextMan
             loss = criterion(model(batch), targets)
         loss.backward()
 
-    The backward pass computes them again, even after the block. Random numbers (dropout) and autocast are those of the
-    forward pass, so no result changes. `model` may be wrapped in DistributedDataParallel. No collective.
+    The backward pass computes the activations again, even after the block. Random numbers (dropout) and autocast are
+    those of the forward pass, so no result changes. `model` may be wrapped in DistributedDataParallel. This function is
+    not a collective.
 
     Args:
         modules: the modules to recompute. If none are given: the repeated blocks (entries of a ModuleList or Sequential
-            that have sub-modules) of every model that is called inside, or what a Hugging Face model selects itself.
+            that have sub-modules) of every model that is called inside, or the modules that a Hugging Face model selects.
 
     Raises:
         ConfigError: an argument is not a module, or a model without repeated blocks is called inside.

@@ -1,4 +1,4 @@
-"""Data that passes between the parts of a fit: the job, the state of training, the result of a step. No behaviour."""
+"""Data that the parts of a fit pass to each other, without behaviour; what is written to disk belongs in `checkpoints` and `runs`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Sums = list[tuple[float, float]]  # (sum, count) of several steps, in their order
+# In the names of sums, what follows the name of a value that is not averaged: it is added up, or its largest value is kept.
+# The separator is a control character, which no name of a metric has.
+SEPARATOR = "\x1f"
+SUM, MAX = f"{SEPARATOR}sum", f"{SEPARATOR}max"
+# The metrics of a finished epoch by name, with its `epoch` and `step`: a row of `History`.
+EpochMetrics = Mapping[str, Any]
+# Takes an event of a run for the display, such as {"kind": "warning", "text": ...}.
+OnEvent = Callable[[Mapping[str, Any]], None]
 
 
 @dataclasses.dataclass
 class Job:
-    """What to train: the arguments of `Trainer`."""
+    """The arguments of `Trainer` that say what to train.
+
+    With several models, `names` has the name of each, `model` is a mapping of modules or factories, `optimizer` is a dict
+    with an entry for each model that is trained, and `scheduler` is a dict.
+    """
 
     model: Any  # a module, or a factory () -> module
     optimizer: Any = None  # an optimizer, a factory (params) -> optimizer, or None: AdamW at learning_rate
@@ -20,6 +32,15 @@ class Job:
     loss_fn: Callable[..., Any] | None = None
     training_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    names: tuple[str, ...] = ()  # the names of several models, or () for one model
+    # Where the first weights come from (see `checkpoints.weights`), or None for those of `model`.
+    init_from: str | None = None
+
+    def of_model(self, name: str) -> Job:
+        """Return the job of one of several models."""
+        return dataclasses.replace(
+            self, model=self.model[name], optimizer=self.optimizer[name], scheduler=self.scheduler.get(name), names=()
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +86,12 @@ class UpdateBatch:
 
     micro_batches: list[MicroBatch]
     num_samples: int  # samples of the update, over all ranks
-    position: int  # the update's first sample, as a position in the epoch's order
+    position: int  # the position of the update's first sample in the order of the epoch
 
 
 @dataclasses.dataclass(slots=True)
 class StepResult:
-    """Result of one step on one rank. Values may stay on the device, so that the step needs no host sync.
+    """Result of one step on one rank. Values may stay on the device, so that a step does not wait for the device.
 
     Attributes:
         averages: tuples (name, value, scale, count). `value * scale` is the sum over this rank's samples, and `count`
@@ -86,23 +107,52 @@ class StepResult:
     skipped: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class LoggedMedia:
+    """An image, a text or the like that was logged.
+
+    Attributes:
+        name: the name under which it was logged.
+        kind: "image", "text", "table", "audio" or "figure".
+        step: the number of updates when it was logged.
+        rank: the rank that logged it, or None if only the main process logs this name.
+        path: the path of its file, relative to the run directory.
+        content: the bytes of the file: PNG, UTF-8 text, CSV or WAV.
+    """
+
+    name: str
+    kind: str
+    step: int
+    rank: int | None
+    path: str
+    content: bytes
+
+    @property
+    def full_name(self) -> str:
+        """The name, with the rank if each rank logs its own."""
+        return self.name if self.rank is None else f"{self.name}/rank_{self.rank}"
+
+
 @dataclasses.dataclass(slots=True)
 class TrainState:
     """The state of training that all ranks share, as checkpoints store it. All values are JSON-able."""
 
     step: int = 0  # optimizer updates done
     epoch: int = 0  # epochs finished
-    samples_in_epoch: int = 0  # the data cursor: global samples of the current epoch already used
+    samples_in_epoch: int = 0  # the data cursor: number of global samples of the current epoch that were used
     samples_seen: int = 0
     stop_reason: str | None = None  # why training ended early: "max_steps", "early_stopping", "signal 15", ...
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest value of every metric
     best: dict[str, float] = dataclasses.field(default_factory=dict)
-    # One row per finished epoch, and one for an epoch that `max_steps` cut off until it is finished.
+    # One row per epoch with its validation, or one per validation if `validate_every_n_steps` or `validate_every_s` is set.
     rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
+    # Whether the newest row exists only because training ended there. The next row replaces it.
+    is_last_row_open: bool = False
     epoch_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # name -> [sum, count] over this epoch
-    # Metrics over all samples of this epoch, at its newest log line.
+    # Metrics over all samples of this epoch, as of the newest log line.
     over_all: dict[str, float] = dataclasses.field(default_factory=dict)
-    log_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)  # the same since the last log line
+    # Name -> [sum, count] since the last log line.
+    log_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)
     train_time_s: float = 0.0  # seconds in steps, over all attempts
     total_time: float = 0.0  # seconds in fit, over all attempts
     fit_starts: list[list[int]] = dataclasses.field(default_factory=list)  # [epoch, step] at which each fit call began
@@ -113,6 +163,11 @@ class TrainState:
         """The epoch of the newest update as rows and the progress bar show it: from 1, or 0 before the first update."""
         return self.epoch + (self.samples_in_epoch > 0)
 
+    @property
+    def has_row(self) -> bool:
+        """Return whether the newest row is of this very step and stays."""
+        return bool(self.rows) and self.rows[-1]["step"] == self.step and not self.is_last_row_open
+
     def to_json(self) -> dict[str, Any]:
         """Return the state as plain Python, for state.json."""
         return dataclasses.asdict(self)
@@ -121,4 +176,7 @@ class TrainState:
     def from_json(cls, content: dict[str, Any]) -> TrainState:
         """Return the state that `to_json` wrote. Unknown names, written by a newer version, are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
-        return cls(**{name: value for name, value in content.items() if name in known})
+        state = cls(**{name: value for name, value in content.items() if name in known})
+        if "is_last_row_open" not in content and state.rows:  # an older version had rows of epochs only
+            state.is_last_row_open = state.rows[-1]["epoch"] > state.epoch
+        return state

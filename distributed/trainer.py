@@ -1,4 +1,4 @@
-"""Trainer, the class that users call: one model, one configuration, any backend. Its work in the processes belongs to `training`."""
+"""Trainer, the class that users call, with one model or several on any backend; what it does inside the processes belongs in `training`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.backends.base import Backend
 from distributed.callbacks import Callback
+from distributed.config.addresses import refuse_address
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
-from distributed.loggers import registry as loggers
+from distributed.loggers import logged
+from distributed.loggers.logger import Logger
 from distributed.metrics.monitor import check_names
 from distributed.metrics.over_all import as_declared, check_metric
 from distributed.runs.history import History
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
 from distributed.training.fits import Fits
-from distributed.training.setup import Setup
+from distributed.training.setup import make_setup
+from distributed.training.several import several_job
 from distributed.training.trial import current
 
 if TYPE_CHECKING:
@@ -33,12 +36,13 @@ class Trainer:
 
     Args:
         model: a module, or a factory `() -> module` (called on every rank with the seed of the run).
-        config: a DistributedConfig; the path of a YAML file, for instance a run's config.yaml, whose settings are
-            weaker than those passed beside it; or a plain dict from a sweep (settings and `lr` apply, the rest is
+        config: a DistributedConfig; or the path of a YAML file, for instance a run's config.yaml, whose settings are
+            overridden by `settings`; or a plain dict from a sweep (settings and `lr` apply, other entries are only
             recorded).
-        optimizer: an optimizer, or a factory `(params) -> optimizer`. None means AdamW at `learning_rate`.
-        scheduler: a schedule, or a factory `(optimizer) -> schedule`. Stepped once per update, or per epoch with
-            `scheduler_interval="epoch"`.
+        optimizer: the name of an optimizer ("adamw", "adam", "sgd", "adafactor", "muon"), an optimizer, or a factory
+            `(params) -> optimizer`. None means AdamW at `learning_rate`.
+        scheduler: the name of a schedule ("constant", "linear", "cosine", "polynomial", "wsd"), a schedule, or a factory
+            `(optimizer) -> schedule`. Stepped once per update, or per epoch with `scheduler_interval="epoch"`.
         loss_fn: `(outputs, targets)` -> a scalar (the mean over the samples), any other tensor (averaged over its
             elements), or `(sum, count)`. None means cross-entropy for `[batch, classes]` outputs with class indices,
             mean squared error for float targets of the outputs' shape, or the model's own `.loss`.
@@ -47,8 +51,15 @@ class Trainer:
         metrics: metrics by name. A function `(outputs, targets)` returns what `loss_fn` may return and is averaged over
             the samples. `over_all(function)` and objects with `update`, `compute` and `reset` (torchmetrics, Keras) are
             computed over all samples at once; a `training_step` must return their arguments by name. `accuracy` is
-            added for class-index targets.
+            added if the targets are class indices.
         callbacks: `Callback` objects. Their hooks run on every rank.
+        loggers: names of loggers ("tensorboard", "mlflow", "wandb", "csv", or one that an installed package registers) and `Logger`
+            objects, which get what the main process logs. The names are the setting `loggers`.
+        models: several modules or factories by name, in the place of `model`. They need a
+            `training_step(models, batch, update)`, which calls `update(NAME, loss)` for each model that it trains.
+        optimizers: the optimizers of `models` by name. A model without an entry is not trained. None means that all are
+            trained with the default.
+        schedulers: the schedules of these optimizers by name.
         settings: fields of DistributedConfig, or the options of a backend: `ddp={"bucket_cap_mb": 50}`.
 
     Raises:
@@ -61,7 +72,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None,
         *,
         optimizer: Any = None,
@@ -70,23 +81,37 @@ class Trainer:
         training_step: Callable[..., Any] | None = None,
         metrics: Mapping[str, Callable[..., Any]] | None = None,
         callbacks: Sequence[Callback] = (),
+        loggers: str | Sequence[str | Logger] = (),
+        models: Mapping[str, Any] | None = None,
+        optimizers: Mapping[str, Any] | None = None,
+        schedulers: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        if not callable(model):
-            raise ConfigError(f"model is a {type(model).__name__}: pass a module, or a function that makes one")
+        objects, names = _split_loggers(loggers)
+        if names:
+            settings = {**settings, "loggers": names}
+        if isinstance(optimizer, str):
+            settings, optimizer = {**settings, "optimizer": optimizer}, None
+        if isinstance(scheduler, str):
+            settings, scheduler = {**settings, "scheduler": scheduler}, None
         if loss_fn is not None and training_step is not None:
             raise ConfigError("loss_fn and training_step both define the loss: drop one of them")
         _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
         _check_callbacks(callbacks)
         declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}
-        job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
-        self.setup = Setup(type(self).__name__, self._backend, job, list(callbacks), config, settings)
+        if models is not None:
+            of_one = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loss_fn": loss_fn}
+            job = several_job(models, optimizers, schedulers, training_step, declared, of_one_model=of_one)
+        else:
+            _check_one_model(model, optimizers, schedulers)
+            job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
+        self.setup = make_setup(type(self).__name__, self._backend, job, list(callbacks), config, settings, objects)
         self._fits = Fits(self.setup, type(self))
         self.history: History | None = None
 
     def __repr__(self) -> str:
         model, plan = self.job.model, self.plan
-        name = getattr(model, "__name__", type(model).__name__)
+        name = ", ".join(self.job.names) or getattr(model, "__name__", type(model).__name__)
         processes = f"{plan.world_size} process{'es' * (plan.world_size > 1)} on {plan.device}"
         trained = "not trained" if self.history is None else f"trained to step {self.history.steps}"
         return f"{type(self).__name__}({name}, backend={plan.backend!r}, {processes}, {trained})"
@@ -104,14 +129,15 @@ class Trainer:
         checkpoint_dir: str | os.PathLike[str] | None = None,
         mlflow_experiment: str | None = None,
     ) -> History:
-        """Train the model, with validation after each epoch. Every rank must call it.
+        """Train the model, with validation after each epoch or when the settings say so. Every rank must call it.
 
         Outside a worker it starts the workers itself. A further `fit` of the same trainer continues from its state.
 
         Args:
             train_data: a DataLoader, a map-style dataset or an iterable dataset that yields inputs with targets, such
                 as `TensorDataset(inputs, targets)`. On TensorFlow also a tf.data.Dataset, or a tuple of arrays.
-            val_data: validation data of the same kinds, or None.
+            val_data: validation data of the same kinds, a dict of such data sets by name, whose metrics are called
+                `val_NAME_loss` and so on, or None.
             epochs: the setting of that name. In a further `fit`, the number of further epochs.
             max_steps: the setting of that name. In a further `fit`, the number of further updates.
             checkpoint_dir: the setting of that name.
@@ -125,7 +151,7 @@ class Trainer:
         Raises:
             ConfigError: an argument or a setting is wrong.
             TrainingError: training failed.
-            TrainingInterrupted: SIGTERM arrived, and the state has been saved. It exits with 128 + signal.
+            TrainingInterrupted: SIGTERM arrived, and the state has been saved. If uncaught, the exit code is 128 + signal.
             KeyboardInterrupt: Ctrl-C was pressed, and the state has been saved.
         """
         given = {
@@ -134,24 +160,23 @@ class Trainer:
             "checkpoint_dir": checkpoint_dir,
             "mlflow_experiment": mlflow_experiment,
         }
-        merged = self.setup.merge({name: value for name, value in given.items() if value is not None})
-        loggers.check(merged)
         if (trial := current()) is not None:
             trial.on_fit(self)
         if train_data is None:
             raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
-        self.history = self._fits.fit(merged, train_data, val_data)
+        settings = {name: value for name, value in given.items() if value is not None}
+        self.history = self._fits.fit(settings, train_data, val_data)
         return self.history
 
     def find_learning_rate(
         self, train_data: Any, *, min_rate: float = 1e-7, max_rate: float = 1.0, num_steps: int = 100
     ) -> LearningRateCurve:
-        """Train a copy while its rate rises exponentially from `min_rate` to `max_rate`. Every rank must call it.
+        """Train a copy of the model while the learning rate rises exponentially from `min_rate` to `max_rate`.
 
-        Call it before the first `fit`. Outside a worker it starts the workers itself, as `fit` does. The fit has
-        `num_steps` updates, or fewer if the loss diverges, and no validation, schedule or callbacks. This trainer does
-        not change. The files are in `learning-rate` below the run directory, and a resumed run takes the curve from
-        there.
+        Every rank must call it, before the first `fit`. Outside a worker it starts the workers itself, as `fit` does. The
+        copy is trained for `num_steps` updates, or fewer if the loss diverges, without validation, schedule or callbacks.
+        This trainer does not change. The files are in `learning-rate` below the run directory, and a resumed run reads the
+        curve from there.
 
         Args:
             train_data: training data, as for `fit`.
@@ -165,9 +190,11 @@ class Trainer:
         Raises:
             ConfigError: the range is wrong, or the trainer has been used; also the errors of `fit`.
         """
-        from distributed.finders.learning_rate import Request, find_learning_rate
+        from distributed.finders.learning_rate import RateRange, find_learning_rate
 
-        return find_learning_rate(self._fits, train_data, Request(min_rate, max_rate, num_steps))
+        self._refuse_several("find_learning_rate() searches the rate of one optimizer: set those of several by hand")
+
+        return find_learning_rate(self._fits, train_data, RateRange(min_rate, max_rate, num_steps))
 
     @interrupts_kept()
     def find_batch_size(self, train_data: Any, *, start: int = 8, max_size: int | None = None) -> int:
@@ -210,12 +237,12 @@ class Trainer:
     def predict(self, data: Any) -> Any:
         """Return the model's outputs for every sample of `data`, on the host.
 
-        Every rank must call it, and gets all outputs. The order is that of the data set, even if a DataLoader shuffles;
-        a custom sampler keeps its order, and data with `data.presharded` comes rank by rank. A batch is passed to the
-        model as in training; the last entry of a tuple (the targets) is left out. Tensors and arrays are joined along
-        their first dimension and lists with one entry per sample are concatenated, also inside dicts, tuples and data
-        classes. Tensors of different shapes are returned as a list with one entry per sample, and values that belong to
-        no sample (a loss) as a list with one entry per batch.
+        Every rank must call it and gets all outputs. The outputs are in the order of the data set, even if a DataLoader
+        shuffles. With a custom sampler they are in its order, and with `data.presharded` they come rank by rank. A batch is
+        passed to the model as in training, without the last entry of a tuple (the targets). Tensors and arrays are joined
+        along their first dimension and lists with one entry per sample are concatenated, also inside dicts, tuples and data
+        classes. Tensors of different shapes are returned as a list with one entry per sample. Values that belong to no
+        sample (a loss) are returned as a list with one entry per batch.
 
         Args:
             data: what `fit` takes, or one tensor or array of inputs with one sample per row.
@@ -223,6 +250,7 @@ class Trainer:
         Returns:
             The outputs, in the structure that the model returns.
         """
+        self._refuse_several("predict() calls one model: call trainer.model[NAME] on the inputs")
         return self._fits.open_session().predict(data)
 
     def metric_average(self, value: Any, name: str = "metric") -> float:
@@ -244,6 +272,26 @@ class Trainer:
         average: float = self._fits.open_session().metric_average(number, name)
         return average
 
+    def log(self, name: str, value: Any, reduce: str = "mean", *, on_every_rank: bool = False) -> None:
+        """Log a number, an image or the like beside the metrics of the running fit. Any rank may call it, alone too.
+
+        Call it in `training_step`, `loss_fn` or a hook of a callback. Values that a step or `on_step_end` logs are
+        reduced since the last log line and over the ranks, and are part of that line, of `History` and of checkpoints. A
+        mean in a step weighs each value by the samples of its micro-batch. A step that validates logs `val_NAME`. Values
+        that any other hook logs are recorded at once, by themselves.
+
+        Args:
+            name: the name of the value.
+            value: a number, or a tensor with one element, which may stay on its device, because the step does not wait for it;
+                or an `Image`, `Text`, `Table`, `Audio` or `Figure` of `distributed.loggers`, which the main process keeps.
+            reduce: "mean", "sum" or "max", for numbers.
+            on_every_rank: whether to keep what each rank logs, as `NAME/rank_0`, `NAME/rank_1` and so on.
+
+        Raises:
+            ConfigError: no fit or evaluation runs in this process, the name is taken, or the value cannot be logged.
+        """
+        logged.log(name, value, reduce, on_every_rank=on_every_rank)
+
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Save the trained state. Every rank must call it.
 
@@ -254,6 +302,7 @@ class Trainer:
         Returns:
             The path that was written.
         """
+        refuse_address(path, "save()")
         if self._fits.remote is not None and Path(path).suffix != ".safetensors":
             return self._fits.remote.copy_checkpoint(Path(path))
         saved: Path = self._fits.open_session().save(Path(path))
@@ -263,24 +312,47 @@ class Trainer:
     def whole_model(self) -> Iterator[Any]:
         """Return a context manager that gives the main process the model with all of its weights.
 
-        Every rank must enter and leave it: the main process gets the module, the others None. It also works inside
-        `fit`, from a callback. A sharded model is gathered into host memory, and changes to that copy are lost.
+        Every rank must enter and leave the context. The main process gets the module, and the other ranks get None. A
+        callback may use it during `fit`. A sharded model is gathered into host memory, and changes to that copy are lost.
         """
         with self._fits.open_session().whole_model() as model:
             yield model
 
+    def main_process_first(self, *, local: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager whose block runs on the main process first, and then on all other processes at once.
+
+        For work whose result the others then find, such as a download or a file with prepared data. The block may take longer than
+        `timeout_s`. Every rank must enter it. In a process that starts workers it runs at once.
+
+        Args:
+            local: whether the first process of each node runs the block first. With False it is rank 0 alone, for a directory
+                that all nodes share.
+
+        Raises:
+            TrainingError: on the ranks that waited, if the block failed on a rank before them. That rank raises its own error.
+        """
+        if self.setup.is_fit_in_workers:
+            return contextlib.nullcontext()
+        first: contextlib.AbstractContextManager[None] = self._fits.open_session().main_process_first(local)
+        return first
+
     @property
     def model(self) -> Any:
-        """The user's module. After `fit` it has the trained weights.
+        """The user's module, or a mapping of several modules by name. After `fit` it has the trained weights.
 
-        After `fit` it is whole on every rank; on `fsdp` only if every process has enough memory for it, else a notice
-        is printed. During `fit`, `fsdp` and ZeRO-3 keep it sharded. `whole_model()` gathers it.
+        After `fit`, the module is unsharded on every rank. With `fsdp` this holds only if every process has enough memory
+        for it; otherwise a notice is printed. During `fit`, `fsdp` and ZeRO-3 keep the module sharded. `whole_model()`
+        gathers it.
         """
         return self.job.model if self.backend.model is None else self.backend.model
 
+    def _refuse_several(self, text: str) -> None:
+        if self.job.names:
+            raise ConfigError(text)
+
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0, or the process that called `fit`."""
+        """Return whether this process is rank 0, or the process that called `fit` and started workers."""
         return self.setup.is_main_process
 
     @property
@@ -290,21 +362,21 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The callbacks. One may be added before `fit`."""
+        """The list of callbacks. Callbacks may be added to it before `fit`."""
         return self.setup.callbacks
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
-        self.setup.callbacks = callbacks
+        self.setup.callbacks[:] = callbacks
 
     @property
     def merged(self) -> MergedConfig:
         """The settings of the newest fit, each with its source."""
-        return self.setup.merged
+        return self._fits.merged
 
     @property
     def plan(self) -> ProcessPlan:
-        """The processes and devices of a fit."""
+        """The numbers of processes and the device of a fit."""
         return self.setup.plan
 
     @property
@@ -327,9 +399,9 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
         "scheduler": (scheduler, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"),
     }
     for name, (value, example) in examples.items():
-        if isinstance(value, (str, bytes, Mapping, list, tuple)):
+        if isinstance(value, (bytes, Mapping, list, tuple, int, float)):
             raise ConfigError(
-                f"{name}={value!r} is a {type(value).__name__}: pass an object or a factory, {name}={example}"
+                f"{name}={value!r} is a {type(value).__name__}: pass a name, an object or a factory, {name}={example}"
             )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ConfigError(f"metrics is a {type(metrics).__name__}: pass names and functions, metrics={{'top1': top1}}")
@@ -339,6 +411,19 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
     for name, value in {"loss_fn": loss_fn, "training_step": training_step}.items():
         if value is not None and not callable(value):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
+
+
+def _check_one_model(model: Any, optimizers: Any, schedulers: Any) -> None:
+    """Raise ConfigError if there is no model, or an argument for several models."""
+    if model is None:
+        raise ConfigError("there is no model: pass a module, or a function that makes one, as the first argument")
+    if not callable(model):
+        raise ConfigError(f"model is a {type(model).__name__}: pass a module, or a function that makes one")
+    for name, value in {"optimizers": optimizers, "schedulers": schedulers}.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} is for several models: pass {name[:-1]}, or the models by name as models={{...}}"
+            )
 
 
 def _check_callbacks(callbacks: Any) -> None:
@@ -355,6 +440,19 @@ def _check_callbacks(callbacks: Any) -> None:
                     f"{type(callback).__name__}.{name} would never be called{nearest(name, hooks)}: the hooks are"
                     f" {', '.join(hooks)}; give a method of your own a name without on_"
                 )
+
+
+def _split_loggers(loggers: Any) -> tuple[list[Logger], list[str]]:
+    """Return (objects, names). Lets each object check its library. Raises ConfigError for anything else."""
+    given = loggers.split(",") if isinstance(loggers, str) else loggers
+    if isinstance(given, Logger) or not isinstance(given, Sequence):
+        raise ConfigError(f"loggers is a {type(loggers).__name__}: pass a list, loggers=[...]")
+    objects = [each for each in given if not isinstance(each, str)]
+    for each in objects:
+        if not isinstance(each, Logger):
+            raise ConfigError(f"logger {each!r} is not a name or a distributed.Logger: derive its class from Logger")
+        each.check()
+    return objects, [each for each in given if isinstance(each, str)]
 
 
 class PyTorchDDPTrainer(Trainer):

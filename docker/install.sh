@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs this checkout with the engines of one set, at the versions of constraints.txt:
 #   install.sh cpu|cuda torch|horovod|tensorflow|all [OPTIONS OF PIP]
+# MORE names further extras of pyproject.toml, such as tensorboard,mlflow.
 # The Dockerfiles call it, and so does their test, with --dry-run.
 set -eu
 
@@ -36,4 +37,4 @@ esac
 
 export PIP_EXTRA_INDEX_URL="${PIP_EXTRA_INDEX_URL:-}"
 # The constraints pin the build's own requirements too, hence the variable and not only the option.
-PIP_CONSTRAINT=constraints.txt exec python -m pip install "$@" ".[$extras]"
+PIP_CONSTRAINT=constraints.txt exec python -m pip install "$@" ".[$extras${MORE:+,$MORE}]"

@@ -32,7 +32,8 @@ BACKENDS = {
 }
 IMPORTS = """
 import importlib, os, sys
-from distributed.config.registry import REGISTRY, backend_class
+from distributed.backends import backend_class
+from distributed.config.registry import REGISTRY
 os.environ.update(DS_ACCELERATOR="cpu", KERAS_BACKEND="tensorflow" if "tensorflow" in sys.argv else "torch", TF_CPP_MIN_LOG_LEVEL="3")
 for name in sys.argv[1:]:
     backend_class(name)

@@ -47,6 +47,10 @@ class Service:
 _TAKE_A_PLACE = "while the run starts, take the place of a rank: end, hang or falsify the run; run no code"
 _WITH_TOKEN = "nothing without the run's token, which only the environment of its processes contains"
 _AT_ANY_TIME = "at any time, also with a secret: end or hang the run; while it starts, take the place of a rank and falsify the run; run no code"
+_OF_NODES = (
+    "nothing if the nodes share a secret: a line without a valid HMAC is not parsed, and its connection is closed and counted; without"
+    " a secret, while nodes join or a lost one is waited for, take the place of a node: end, hang or falsify the run; run no code"
+)
 SERVICES = {
     "launcher": Service(
         "ours", "nothing: a line without a valid HMAC is not parsed, and its connection is closed and counted"
@@ -54,7 +58,7 @@ SERVICES = {
     "Ray's gRPC": Service("Ray", _WITH_TOKEN),
     "Ray's HTTP": Service("Ray", _WITH_TOKEN),
     "TCPStore": Service("torch", _AT_ANY_TIME),
-    "the nodes' store": Service("torch", _AT_ANY_TIME),
+    "the nodes' server": Service("ours", _OF_NODES),
     "gloo": Service("torch", _TAKE_A_PLACE),
     "Horovod's rendezvous": Service("Horovod", _TAKE_A_PLACE),
     "TensorFlow's gRPC": Service(
@@ -220,7 +224,7 @@ class Run:
             return "launcher", named.get(port, "launcher")
         if self.start.backend == "ray":
             return "Ray's driver", "Ray's gRPC"
-        return "agent", named.get(port, "a service of the agent" if self.start.nodes == 1 else "the nodes' store")
+        return "agent", named.get(port, "a service of the agent" if self.start.nodes == 1 else "the nodes' server")
 
 
 # ------------------------------------------------------------------ /proc

@@ -20,6 +20,7 @@ import importlib.util
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from typing import Any
 
 import pytest
 
-from distributed.config.registry import backend_row, missing_libraries
+from distributed.config.registry import backend_entry, missing_libraries
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,10 +69,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Exclude imported libraries from garbage collection. Each fit ends with a collection, which otherwise takes a
-    fifth of a second."""
+    """Make fits in the test processes cheap.
+
+    Exclude imported libraries from garbage collection, because each fit ends with a collection, which otherwise takes a fifth of
+    a second. Let torch compute in one thread.
+    """
     gc.collect()
     gc.freeze()
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)  # four processes test at once, and threads of tiny tensors would wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +189,7 @@ def _children_cpu_s() -> float:
 
 
 def marked(mark: str) -> list[int]:
-    """Return running processes (no zombies) whose environment contains `mark`."""
+    """Return running processes (no zombies) whose environment contains `mark`, in the order in which they began."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -191,10 +197,13 @@ def marked(mark: str) -> list[int]:
             continue
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.append(int(entry.name))
+                began = int(
+                    (entry / "stat").read_text().rpartition(")")[2].split()[19]
+                )  # process ids start anew at pid_max
+                found.append((began, int(entry.name)))
         except OSError:  # the process has ended, or belongs to another user
             continue
-    return found
+    return [pid for _, pid in sorted(found)]
 
 
 def describe(pids: Sequence[int]) -> str:
@@ -225,7 +234,7 @@ def stacks(pids: Sequence[int]) -> str:
 def needs_backend(name: str) -> None:
     """Skip the test if a library of backend `name` is missing. Fail it instead if REQUIRE_BACKENDS names that
     backend."""
-    if missing := missing_libraries(backend_row(name)):
+    if missing := missing_libraries(backend_entry(name)):
         _skip_or_fail(name, f"backend {name} needs {', '.join(missing)}, which is not installed here")
 
 
@@ -331,3 +340,24 @@ def run_cli_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Fini
             command.kill()
 
     return run
+
+
+@pytest.fixture
+def make_machines(tmp_path: Path) -> Iterator[Callable[[int], Any]]:
+    """Return a function that makes a number of machines. They end with the test."""
+    from tests.machines import Machines
+
+    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
+        reason = "only root can make network namespaces, with ip, unshare and nsenter"
+        if os.environ.get("REQUIRE_MACHINES"):
+            pytest.fail(f"REQUIRE_MACHINES is set, and {reason}")
+        pytest.skip(reason)
+    made: list[Any] = []
+
+    def make(count: int, **options: Any) -> Any:
+        made.append(Machines(tmp_path, count, **options))
+        return made[-1]
+
+    yield make
+    for machines in made:
+        machines.close()

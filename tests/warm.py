@@ -164,8 +164,8 @@ def _import(kind: str) -> None:
         from distributed.config.registry import REGISTRY
         from distributed.launching.request import LaunchRequest
 
-        row = REGISTRY[kind]
-        pkgutil.resolve_name(row.warm_up)(LaunchRequest("run", device="cpu", environ=row.environ))
+        entry = REGISTRY[kind]
+        pkgutil.resolve_name(entry.warm_up)(LaunchRequest("run", device="cpu", environ=entry.environ))
 
 
 def _serve(channel: socket.socket) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ def _torch_group(warn: Callable[[str], None]) -> TorchWorld:
     from distributed.backends._torch.world import ProcessGroup
 
     size, rank = dist.get_world_size(), dist.get_rank()
-    name = dist.get_backend()  # "undefined" where the script named none: torch then takes NCCL for GPUs
+    name = dist.get_backend()  # "undefined" if the script named none: torch then uses NCCL for GPUs
     is_cuda = torch.cuda.is_available() and ("nccl" in name or name == "undefined")
     found = worker_environment() or WorkerEnvironment(rank, rank, size, size, 0, "", 0, 0, "torch")
     if is_cuda:

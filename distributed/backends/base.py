@@ -9,29 +9,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from distributed.callbacks import AVERAGED_WEIGHTS, GRADIENTS, Callback
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
+from distributed.loggers.logged import Logged
 from distributed.loggers.observer import Observer
-from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
+from distributed.state import DataRole, Job, MicroBatch, OnEvent, StepResult, Sums, UpdateBatch, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
     from distributed.backends.world import World
 
 OptionsT = TypeVar("OptionsT")
-Report = Callable[[dict[str, Any]], None]  # takes notices and warnings, as {"kind": "warning", "text": ...}
-# Names of the entry of a dict batch that `loss_fn` compares with the outputs.
+# Possible names of the targets in a dict batch. The first one found is used.
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
 _NO_CLUSTER = "no cluster is joined: drop it, or set backend='ray'"
 
 
 @dataclasses.dataclass(frozen=True)
 class If:
-    """Hold a refusal of a setting that applies only under a condition."""
+    """Hold the refusal of a setting that is refused only under a condition."""
 
-    when: str  # in the words of the table and of the error: "on CPUs"
+    when: str  # the condition, as the table and the error write it: "on CPUs"
     holds: Callable[[Any], bool]  # called with the adapter, after its settings, options and process plan are set
     reason: str
 
@@ -47,7 +48,7 @@ class ShardedData(abc.ABC):
 
     @property
     def updates_per_epoch(self) -> int | None:
-        """Number of update batches in an epoch, or None where the length is unknown."""
+        """Number of update batches in an epoch, or None if the length is unknown."""
         if self.num_samples is None:
             return None
         return -(-self.num_samples // self.batch.global_batch_size)
@@ -64,10 +65,10 @@ class ShardedData(abc.ABC):
 
 
 class MetricsOverAll:
-    """Compute the metrics that are not means of batches over all samples. This class has no metrics."""
+    """Compute metrics over all samples, for metrics that are not means over batches. This base class has no metrics."""
 
     def begin(self, split: str) -> None:
-        """Forget what was kept of the epoch (`split="train"`) or of the evaluation (`split="val"`)."""
+        """Drop everything kept of the last epoch (`split="train"`) or evaluation (`split="val"`)."""
 
     def names_over_all(self) -> Sequence[str]:
         """Return the names of the metrics that `measure` computes in evaluation. One metric may yield several values, named NAME_KEY."""
@@ -76,11 +77,12 @@ class MetricsOverAll:
     def measure(self, split: str, means: Mapping[str, float], *, is_end: bool = True) -> dict[str, float] | None:
         """Return name -> value of each metric over all samples of the epoch so far ("train") or of the evaluation ("val").
 
-        A collective. `means` are the means over batches of the same samples. `is_end` says that no more samples come, so that every
-        function is checked now. Before the end, functions are checked now and then.
+        A collective. `means` are the means over batches of the same samples. With `is_end` no more samples follow, and
+        every function is checked. Earlier calls check functions only from time to time.
 
-        Returns None in an evaluation where a function turned out to be no mean and its arguments were not all kept. The caller then
-        evaluates again. In training such a function is computed from the next epoch on.
+        Returns None in an evaluation that finds out that a function is not a mean, if not all of its arguments were
+        kept. The caller then evaluates again. In training such a function is computed over all samples from the next
+        epoch on.
         """
         return {}
 
@@ -88,19 +90,26 @@ class MetricsOverAll:
 class Backend(abc.ABC, Generic[OptionsT]):
     """Run the steps of training with one engine.
 
-    Further parts of an engine are objects of their own: `world` communicates (`World`), `measured` holds the metrics over all samples
-    (`MetricsOverAll`), `observer` shows what can be observed (`Observer`), and the `Starting` of its registry row starts its runs.
-    `distributed.testing.fake` holds an adapter without a framework.
+    Other parts of an engine are separate objects: `world` communicates (`World`), `measured` computes metrics over all
+    samples (`MetricsOverAll`), `observer` observes training (`Observer`), and the `Starting` that its registry entry
+    names starts its runs. `distributed.testing.fake` contains an adapter without a framework.
     """
 
     Options: ClassVar[type[Any]]  # frozen dataclass of the options of this backend, checked by the config
-    # "setting" or "setting=value" -> why this engine refuses it, always or under conditions, and what to use instead. Such a
-    # setting is refused before any process starts. `distributed backends` shows the table.
+    # "setting" or "setting=value" -> why this engine refuses it, always or under conditions, and what to use instead. The
+    # settings are checked before any process starts. `distributed backends` shows the table.
     refuses: ClassVar[Refusals] = {}
-    # Setting -> what it needs to have an effect under this engine: options of the backend with further needs, and settings
-    # for which the row in `distributed.backends.effects` does not hold.
+    # Setting -> what it needs to have an effect under this engine. Contains options of the backend that need more than the
+    # backend, and settings whose entry in `distributed.backends.effects` is replaced.
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {}
-    joins_cluster: ClassVar[bool] = False  # whether its launcher can join the cluster at `address`
+    # What a callback may need (`Callback.needs`) -> why this engine does not have it, and what to use instead.
+    refuses_callbacks: ClassVar[Refusals] = {
+        GRADIENTS: "its engine does not show them: use a torch backend",
+        AVERAGED_WEIGHTS: "its engine keeps none: use a torch backend",
+    }
+    # Why this engine does not train several models with an optimizer each, and what to use instead; empty if it does.
+    refuses_several: ClassVar[str] = "it trains one model: use backend 'pytorch-ddp', 'fsdp' or 'ray'"
+    joins_cluster: ClassVar[bool] = False  # whether the backend's launcher can join the cluster at `address`
     merged: MergedConfig
     config: DistributedConfig
     plan: ProcessPlan
@@ -110,7 +119,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         if not cls.joins_cluster:
-            cls.refuses = {"address": _NO_CLUSTER, **cls.refuses}
+            cls.refuses = {"address": _NO_CLUSTER, "wait": _NO_CLUSTER, **cls.refuses}
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         """Check the settings. Also called in the parent before any process starts, so it must be cheap.
@@ -119,22 +128,26 @@ class Backend(abc.ABC, Generic[OptionsT]):
             ConfigError: for a setting that the engine refuses.
         """
         self.merged, self.config, self.options, self.plan = merged, merged.config, options, plan
-        self.data_parallel_size = plan.data_parallel_size  # into how many slices a micro-batch is cut
+        self.data_parallel_size = plan.data_parallel_size  # number of slices of a micro-batch
         self.mixed_precision = mixed_precision(merged.config, plan.device)
         check_refusals(self)
         self.world: World  # set by `setup`
-        self.context: WorkerContext  # of `world`
+        self.context: WorkerContext  # rank, world size and device, from `world`
         self.model: Any = None  # the user's model, set by `prepare`
         self.optimizer: Any = None  # updates the model; set by `prepare` for training
         self.users_optimizer: Any = None  # the same optimizer in the form that the user knows
         # Names of the parts of the model whose output depends on the split of a batch, set by `prepare`.
         self.batch_dependent: Sequence[str] = ()
-        # Whether a schedule counts updates or epochs, see `scheduler_interval`. Set by `prepare`.
+        # Whether there is a schedule that counts updates or epochs (see `scheduler_interval`). Set by `prepare`.
         self.has_schedule = False
-        self.run_dir: Path | None = None  # for an engine's own files, see `configure`
+        # An `AveragedWeights`, set by `prepare` unless `refuses_callbacks` refuses it.
+        self.averaged_weights: Any = None
+        self.before_update: Sequence[Callable[[], None]] = ()  # called when the gradients of an update are complete
+        self.run_dir: Path | None = None  # directory for an engine's own files, see `configure`
         self.observer = Observer(plan.world_size)
+        self.logged = Logged()  # what the user's code logs in this process; a step sets the weight of what it logs
         self.measured = MetricsOverAll()  # set by `prepare`
-        self.report: Report = lambda event: None
+        self.on_event: OnEvent = lambda event: None
 
     # ------------------------------------------------------------------ what every engine does, in the order of a fit
     # Every rank calls each of these methods, in the same order, unless its docstring says otherwise. An error on one rank ends
@@ -142,7 +155,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def setup(self) -> WorkerContext:
-        """Join the other processes, choose the device and return this process among them. A collective.
+        """Join the other processes, choose the device and return this process's place among them. A collective.
 
         Sets `world` and `context`. Called once in each process that trains or evaluates, before anything but `check` and
         `configure`. Raises ResourceError if ranks are missing after `start_timeout`, or if the device cannot be used.
@@ -152,54 +165,57 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def batch_size_of(self, data: Any) -> int | None:
         """Return the batch size of a loader, or None for a data set and for a loader whose batch size was not set.
 
-        No collective. Also called in a process that starts workers, before `setup`.
+        Not a collective. Also called before `setup`, in a process that starts workers.
         """
 
     @abc.abstractmethod
     def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
-        """Return this rank's batches of `data`, cut as `batch` says.
+        """Return this rank's batches of `data`, split as the plan `batch` says.
 
-        Called before `prepare`, as a model may need a batch to be built. A collective: ranks agree on the number of samples.
-        Raises ConfigError for data that the engine does not take.
+        Called before `prepare`, because a model may need a batch to be built. A collective: ranks agree on the number
+        of samples. Raises ConfigError for data that the engine does not take.
         """
 
     @abc.abstractmethod
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         """Build the model, then the optimizer, then the schedule, and return notices to show once.
 
-        Called once for evaluation and once for the first fit; then `job.model` is the model that was built before. Sets `model`,
-        `optimizer`, `users_optimizer`, `batch_dependent`, `has_schedule` and `measured`. A collective: all ranks start with the
-        weights of rank 0. Raises ConfigError for what cannot be trained.
+        Called at most twice: for an evaluation before the first fit, and for the first fit, with the model of the
+        evaluation as `job.model`. Sets `model`, `optimizer`, `users_optimizer`, `batch_dependent`, `has_schedule` and
+        `measured`. A collective: all ranks start with the weights of rank 0. Raises ConfigError for a job that the
+        engine cannot train.
         """
 
     @abc.abstractmethod
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         """Load what `save` wrote in `directory` at any world size. `state` is what `save` returned on rank 0.
 
-        A collective. Raises CheckpointError where the checkpoint does not fit the model.
+        A collective. Raises CheckpointError if the checkpoint does not fit the model.
         """
 
     @abc.abstractmethod
     def train_step(self, update_batch: UpdateBatch) -> StepResult:
         """Run forward and backward on all micro-batches of `update_batch`, then make one update.
 
-        A collective: all ranks get the same number of micro-batches, of which some may have no samples. Waits for the device only
-        where the gradients must be checked before the update. Raises TrainingError as `nan_policy` says.
+        A collective: all ranks get the same number of micro-batches, and some of these may have no samples. Waits for
+        the device only if the gradients must be checked before the update. Raises TrainingError for gradients that are
+        not finite if `nan_policy` says so.
         """
 
     @abc.abstractmethod
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
         """Return name -> (sum, count) over all ranks of each of the `results` in order, as floats.
 
-        A collective; the only wait for the device in training. A result without the name has (0, 0). The pair of a result does
-        not depend on the other `results`: log lines and checkpoints do not change the bits of the sums of an epoch.
+        A collective, and the only method that always waits for the device in training. A result without the name has
+        (0, 0). The pair of a result does not depend on the other `results`. The positions of log lines and checkpoints
+        therefore do not change the bits of an epoch's sums.
         """
 
     @abc.abstractmethod
     def learning_rates(self) -> list[float]:
-        """Return the learning rate of each parameter group for the next update. No collective.
+        """Return the learning rate of each parameter group for the next update. Not a collective.
 
-        With `config.warm_rate` in it, by which the search for a learning rate raises the rate from update to update.
+        The rates include `config.warm_rate`, with which the search for a learning rate raises the rate at each update.
         """
 
     @abc.abstractmethod
@@ -207,22 +223,26 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """Run forward in evaluation mode without gradients. A collective."""
 
     @abc.abstractmethod
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Step a schedule that counts epochs, or one that depends on one of `metrics`. No collective."""
+    def step_schedule(self, metrics: Mapping[str, float] | None, *, is_epoch_end: bool) -> None:
+        """Step a schedule that does not count updates. Not a collective.
+
+        Called at the end of each epoch and after each validation inside an epoch. A schedule that counts epochs steps if
+        `is_epoch_end`. A schedule that watches a metric steps if there are `metrics`.
+        """
 
     @abc.abstractmethod
     def save(self, directory: Path) -> dict[str, Any]:
         """Write this rank's tensors into the staged checkpoint `directory` and return the rest of the state, JSON-able.
 
-        What rank 0 returns is kept. The names of the files are the engine's own; `checkpoints.durable.write_file` writes one.
-        A collective. Raises OSError where the disk refuses a file.
+        Only the state that rank 0 returns is stored. The engine chooses the names of its files, and writes each file
+        with `checkpoints.durable.write_file`. A collective. Raises OSError if the disk fails.
         """
 
     @abc.abstractmethod
     def unwrap(self) -> None:
         """Remove the wrapper that training put around the model, so that the process can end in order.
 
-        Called at the end of each fit, also after a failure: no collective.
+        Called at the end of each fit, also after a failure, so it is not a collective.
         """
 
     @abc.abstractmethod
@@ -235,9 +255,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def join_outputs(self, parts: list[list[tuple[int, int, Any]]]) -> Any:
-        """Return the outputs of `predict` in the order of the samples. No collective.
+        """Return the outputs of `predict` in the order of the samples. Not a collective.
 
-        `parts` holds, for each rank, (number of the update batch, rank, what `predict_step` returned).
+        `parts` holds for each rank a list of (number of the update batch, rank, result of `predict_step`).
         """
 
     @abc.abstractmethod
@@ -255,60 +275,76 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def teardown(self) -> None:
         """Leave the other processes in order, and leave no thread behind.
 
-        Called at exit, also after a failure, so it waits for no rank.
+        Called at exit, also after a failure, so it must not wait for another rank.
         """
 
     # ------------------------------------------------------------------ what an engine may do besides
 
     def check(self, job: Job, *, here: bool) -> None:
-        """Raise ConfigError for what is known to be wrong with `job` before any process joins another.
+        """Raise ConfigError for errors in `job` that can be found before processes join each other.
 
-        Called by `Trainer`, also in a process that starts workers. `here` says that this process trains it.
+        Called by `Trainer`, also in a process that starts workers. `here` says whether this process trains the job.
         """
 
     def configure(
-        self, merged: MergedConfig | None = None, *, run_dir: Path | None = None, report: Report | None = None
+        self,
+        merged: MergedConfig | None = None,
+        *,
+        run_dir: Path | None = None,
+        on_event: OnEvent | None = None,
+        before_update: Sequence[Callable[[], None]] | None = None,
     ) -> None:
-        """Set what is known at this point. Arguments that are None change nothing. No collective.
+        """Set the given values. An argument that is None changes nothing. Not a collective.
 
         Args:
             merged: the settings of the next fit or evaluation, which `prepare` and the steps read.
             run_dir: the run directory of a fit, for the engine's own files. Known before `prepare`.
-            report: called with notices and warnings, for the display. Known before `setup`.
+            on_event: called with notices and warnings, for the display. Known before `setup`.
+            before_update: called before each update of the next fit, if `refuses_callbacks` does not refuse it.
         """
         if merged is not None:
             self.merged, self.config = merged, merged.config
         self.run_dir = run_dir or self.run_dir
-        self.report = report or self.report
+        self.on_event = on_event or self.on_event
+        self.before_update = self.before_update if before_update is None else before_update
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the global random generators are those of training. The caller's are put back after it."""
+        """Return a block in which the global random generators have the states of training. The caller's states are
+        restored after it."""
         return contextlib.nullcontext()
 
     def reassemble(self) -> None:
-        """Make the user's model whole on each rank, where training cut it over the ranks.
+        """Make the user's model whole on each rank, if training sharded it.
 
-        Called after each fit that did not fail. A collective.
+        Called after each fit that succeeds. A collective.
         """
 
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
-        """Cut the model over the ranks as in training within the block. A collective, when entered and when left."""
+        """Shard the model as in training within the block. Entering and leaving the block are collectives."""
         yield
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
-        """Yield the user's model, whole, on the main process, and None on the others. A collective, when entered and when left."""
+        """Yield the user's model, whole, on the main process, and None on other ranks. Entering and leaving the block
+        are collectives."""
         yield self.model if self.context.is_main_process else None
 
     def _warn(self, text: str) -> None:
         """Show a warning from this rank."""
-        self.report({"kind": "warning", "text": text})
+        self.on_event({"kind": "warning", "text": text})
 
     def _notice(self, text: str) -> None:
         """Show a notice, on the main process only."""
         if self.context.is_main_process:
-            self.report({"kind": "notice", "text": text})
+            self.on_event({"kind": "notice", "text": text})
+
+
+def reason_of(backend: Backend[Any], why: str | tuple[If, ...]) -> str:
+    """Return the condition under which the engine of `backend` refuses something, and the reason. Return "" if it does not."""
+    if isinstance(why, str):
+        return f": {why}"
+    return next((f" {each.when}: {each.reason}" for each in why if each.holds(backend)), "")
 
 
 def check_refusals(backend: Backend[Any]) -> None:
@@ -319,12 +355,24 @@ def check_refusals(backend: Backend[Any]) -> None:
         meant = backend.mixed_precision if name == "mixed_precision" else value
         if not (str(meant) == wanted if wanted else meant != default):
             continue
-        text = f"{name}={value!r} does not work with backend={backend.plan.backend!r}"
-        if isinstance(why, str):
-            raise ConfigError(f"{text}: {why}")
-        for each in why:
-            if each.holds(backend):
-                raise ConfigError(f"{text} {each.when}: {each.reason}")
+        if reason := reason_of(backend, why):
+            raise ConfigError(f"{name}={value!r} does not work with backend={backend.plan.backend!r}{reason}")
+
+
+def check_callbacks(backend: Backend[Any], callbacks: Sequence[Callback]) -> None:
+    """Raise ConfigError for a callback that needs what the engine of `backend` does not have, or what another one uses."""
+    averaging = [type(callback).__name__ for callback in callbacks if AVERAGED_WEIGHTS in callback.needs]
+    if len(averaging) > 1:
+        raise ConfigError(
+            f"{' and '.join(averaging)} both average the weights, of which there is one average: drop one"
+        )
+    for callback in callbacks:
+        overrides = type(callback).on_before_update is not Callback.on_before_update
+        for need in dict.fromkeys((*callback.needs, *((GRADIENTS,) if overrides else ()))):
+            if reason := reason_of(backend, backend.refuses_callbacks.get(need, ())):
+                raise ConfigError(
+                    f"{type(callback).__name__} needs {need}, which backend={backend.plan.backend!r} does not have{reason}"
+                )
 
 
 def _value(config: DistributedConfig, name: str) -> tuple[Any, Any]:

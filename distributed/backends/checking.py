@@ -1,6 +1,7 @@
-"""Find plain metric functions that are no means, by comparing the mean over batches with the value over all samples.
+"""Find plain metric functions that are not means, by comparing the mean over batches with the value over all samples.
 
-A rank keeps a bounded amount for this. Batches beyond the bound are examined one by one, see `splitting.vote`. Loads no framework.
+For this a rank keeps batches up to a limit. Further batches are examined one by one, see `splitting.vote`. Loads no
+framework.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from distributed.backends.parts import Arguments, Part, micro_batches, num_bytes
 from distributed.backends.splitting import REFUSES, Value, judge, near
 
 CHECK = ""  # the name of the check among the metrics of `Wholes`; no metric has it
-LIMIT_BYTES = 16 << 20  # bytes that all processes together keep
-_CHUNK_BYTES = 1 << 20  # small batches are examined together, up to this size
+LIMIT_BYTES = 16 << 20  # limit of bytes that all processes together keep
+_CHUNK_BYTES = 1 << 20  # small batches are examined together until they have this size
 
 Prepare = Callable[[Arguments], Arguments]
 
 
 class MeansCheck:
-    """Keep the batches of an evaluation, or of an epoch, to find functions that are no means. A `Measure` of `Wholes`."""
+    """Keep batches of an evaluation or an epoch to find functions that are not means. It is one of the measures in
+    `Wholes`."""
 
     training = True
 
@@ -44,32 +46,33 @@ class MeansCheck:
         """
         self._functions, self._engine, self._value, self._whole = functions, engine, value, whole
         self._prepare, self._failures, self._limit_bytes = prepare, failures, limit_bytes
-        # Returns the parts of what an engine has passed to `wait`. An engine that joins many updates sets it.
+        # Returns the parts of the updates that were passed to `wait`. Set by an engine that joins many updates.
         self.parts_of: Callable[[Sequence[Any]], Iterable[Part]] = lambda waiting: ()
-        # Means over batches of the same samples, which the values are compared with.
+        # Means over batches of the same samples, with which the values over all samples are compared.
         self.means: Mapping[str, float] = {}
         self.is_end = True  # whether the evaluation or epoch ends
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything that was kept or found."""
         self._waiting: list[Any] = []
         self._parts: list[Part] = []
         self._num_bytes = 0  # bytes of all admitted calls, also of those that `take` has returned
         self.is_over = False  # whether a batch was not kept
         self._num_checked = 0  # number of samples at the last check; set on the main process only
-        self._refuted: set[str] = set()  # functions that are no means, as a batch that was not kept has shown
+        self._refuted: set[str] = set()  # functions that are not means, found in batches that were not kept
         self._chunk: list[Update] = []
         self._chunk_bytes = 0
 
     def admits(self, size: int) -> bool:
-        """Return whether a micro-batch of `size` bytes may be kept. Once one may not, no later one may."""
+        """Return whether a micro-batch of `size` bytes may be kept. After the first False, return False for every later
+        micro-batch."""
         self.is_over = self.is_over or self._num_bytes + size > self._limit_bytes
         self._num_bytes += 0 if self.is_over else size
         return not self.is_over
 
     def wait(self, update: Any) -> None:
-        """Pass `update` to `parts_of`, together with others, when the parts are taken."""
+        """Keep `update` until `take`, which passes it to `parts_of` together with other updates."""
         self._waiting.append(update)
 
     def leave_out(self) -> None:
@@ -77,7 +80,8 @@ class MeansCheck:
         self.is_over = True
 
     def ask(self, call: Arguments, num_samples: int) -> None:
-        """Examine a batch that was not kept, small ones together. The host waits for the device once per chunk."""
+        """Examine a batch that was not kept. Small batches are joined to chunks; the host waits for the device once per
+        chunk."""
         self._chunk.append([(call, num_samples)])
         self._chunk_bytes += num_bytes(call)
         if self._chunk_bytes >= _CHUNK_BYTES:
@@ -90,11 +94,12 @@ class MeansCheck:
 
     def _judged(self, updates: Sequence[Update]) -> dict[str, tuple[bool | None, float]]:
         """Return name -> (whether it is a mean, its value) for the samples of `updates`."""
-        calls = [[(Arguments(value.args, {}), n) for value, n in update] for update in updates]  # calls in any order
+        # Drop `JOINED`, because the samples may be in any order here.
+        calls = [[(Arguments(value.args, {}), n) for value, n in update] for update in updates]
         args, number = self._engine.joined(calls).args, sum(n for update in updates for _, n in update)
         found: dict[str, tuple[bool | None, float]] = {}
         for name, function in self._functions.items():
-            # A function may refuse joined batches, such as sequences of different lengths. Then it stays a mean of batches.
+            # A function may refuse joined batches, such as sequences of different lengths. It then stays a mean over batches.
             with self._failures.noting(name), contextlib.suppress(*REFUSES):
                 found[name] = judge(function, args[0], args[1], number, self._value)
         return found
@@ -102,17 +107,17 @@ class MeansCheck:
     # ------------------------------------------------------------------ as a measure of `Wholes`
 
     def absorb(self, part: Part) -> None:
-        """Keep a micro-batch that was admitted."""
+        """Keep a micro-batch for which `admits` returned True."""
         self._parts.append(part._replace(value=self._prepare(part.value)))
 
     def take(self) -> list[Part]:
-        """Return what was kept since the last call, and forget it."""
+        """Return the parts kept since the last call, and drop them."""
         waiting, self._waiting = self._waiting, []
         taken, self._parts = [*self._parts, *self.parts_of(waiting)], []
         return taken
 
     def state(self) -> dict[str, Any]:
-        """Return what the main process needs and a checkpoint stores."""
+        """Return the state of this rank, which the main process needs and a checkpoint stores."""
         self._ask_chunk()
         return {
             "bytes": self._num_bytes,
@@ -131,9 +136,11 @@ class MeansCheck:
             self._num_checked = max(self._num_checked, int(state["checked"]))
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> dict[str, Any]:
-        """Return name -> value over all samples, of each function that is no mean; None where not all samples were kept.
+        """Return name -> value over all samples, for each function that is not a mean. A value is None if not all
+        samples were kept.
 
-        Within an epoch the functions are called each time that the samples have doubled, so that log lines cost little.
+        Within an epoch the functions are called only when the number of samples has doubled, so that log lines stay
+        cheap.
         """
         is_over = any(state["is_over"] for state in states)
         refuted = {name for state in states for name in state["refuted"]}

@@ -65,6 +65,7 @@ class DDPBackend(TorchBackend[DDPOptions]):
     """Run the torch step with DistributedDataParallel around the model."""
 
     Options: ClassVar[type[Any]] = DDPOptions
+    refuses_several: ClassVar[str] = ""
     observer: DDPObserver
     wrapper: DDPWrapper
     refuses: ClassVar[Refusals] = {**PROCESS_GROUPS, **OF_HOOKS}
@@ -79,11 +80,24 @@ class DDPBackend(TorchBackend[DDPOptions]):
         self.observer = DDPObserver(self)
         self.wrapper = DDPWrapper(self)
 
+    def check(self, job: Job, *, here: bool) -> None:
+        super().check(job, here=here)
+        for name in ("find_unused_parameters", "static_graph", "comm_hook"):
+            if job.names and getattr(self.options, name):
+                raise ConfigError(
+                    f"ddp.{name} does not work with several models, which are trained without DistributedDataParallel: drop it"
+                )
+
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         notices = super().prepare(job, batch)
         if self.wrapper.hook is not None and self.wrapper.hook.notice is not None:
             notices.append(self.wrapper.hook.notice)
         return notices
+
+    def _wrapper_of_several(self) -> DDPWrapper:
+        from distributed.backends._torch.reduced_together import ReducingWrapper
+
+        return ReducingWrapper(self)
 
     def unwrap(self) -> None:
         super().unwrap()

@@ -13,7 +13,8 @@ from distributed.backends._deepspeed import config_file
 from distributed.backends._deepspeed.wrapper import DeepSpeedObserver, DeepSpeedWrapper
 from distributed.backends.base import If, Refusals
 from distributed.backends.effects import SEVERAL_PROCESSES, Need
-from distributed.backends.torch_base import PROCESS_GROUPS, TorchBackend
+from distributed.backends.torch_base import OF_WHOLE_MATRICES, PROCESS_GROUPS, TorchBackend
+from distributed.callbacks import AVERAGED_WEIGHTS, GRADIENTS
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
@@ -28,10 +29,11 @@ _AT_STAGE_0 = If(
     "with zero_stage=0", lambda own: own.options.stage == 0, "set zero_stage=1, 2 or 3, or use backend 'pytorch-ddp'"
 )
 _WAITS = Need(
-    "several processes, or deepspeed.cpu_adam",  # another process may be compiling it
+    "several processes, or deepspeed.cpu_adam",  # also limits the wait for a process that compiles cpu_adam
     lambda where, name: "" if where.backend.options.cpu_adam else SEVERAL_PROCESSES.lacks(where, name),
 )
-HAS_FP16_ON_CPU = False  # DeepSpeed needs oneDNN with AVX512-FP16 or AMX, which is too rare to detect
+# DeepSpeed 0.19 needs oneDNN with AVX512-FP16 or AMX for it. That is too rare to be detected here.
+HAS_FP16_ON_CPU = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +89,8 @@ class DeepSpeedOptions:
 
     @staticmethod
     def _in_both(own: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-        """Yield (option, where, value in the DeepSpeed config) for the options that `own` sets too."""
+        """Yield (option, where, value in the DeepSpeed config) for each option that the DeepSpeed config `own` sets
+        too."""
         if (stage := config_file.at(own, ("zero_optimization", "stage"))) is not None:
             yield "zero_stage", f"deepspeed_config.zero_optimization.stage={stage}", stage
         for kind in ("optimizer", "param"):
@@ -109,8 +112,15 @@ class DeepSpeedOptions:
         return bool(getattr(self, f"offload_{kind}")) or device == "cpu"
 
     def implied(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield (where, setting, value) for the settings of ours that the DeepSpeed config contains."""
+        """Yield (location, setting, value) for each of our settings that the DeepSpeed config determines."""
         return config_file.implied(self.deepspeed_config or {})
+
+
+_PARTITIONED = If(
+    "with zero_stage above 0",
+    lambda own: own.options.stage > 0,
+    "ZeRO keeps weights and gradients in buffers of its own: set zero_stage=0, or use backend 'fsdp'",
+)
 
 
 class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
@@ -124,6 +134,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     observer: DeepSpeedObserver
     wrapper: DeepSpeedWrapper
     refuses_keras: ClassVar[str] = "its engine replaces the parameters under Keras's variables; use pytorch-ddp"
+    refuses_callbacks: ClassVar[Refusals] = dict.fromkeys((GRADIENTS, AVERAGED_WEIGHTS), (_PARTITIONED,))
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {"start_timeout": (_WAITS,)}
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
@@ -133,6 +144,10 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             _AT_STAGE_0,
         ),
         "mixed_precision=bf16": (_AT_STAGE_0,),
+        **{
+            name: (If("with zero_stage above 0", lambda own: own.options.stage > 0, str(why)),)
+            for name, why in OF_WHOLE_MATRICES.items()
+        },
         "compile": "its hooks would break the compiled graph at every module: use backend 'pytorch-ddp' or 'fsdp'",
     }
 
@@ -155,7 +170,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         context = super().setup()
         if self.options.cpu_adam:
             self.operator = cpu_adam.load(
-                self.config.start_timeout, lambda text: self.report({"kind": "notice", "text": text})
+                self.config.start_timeout, lambda text: self.on_event({"kind": "notice", "text": text})
             )
         return context
 
@@ -165,7 +180,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
         self.wrapper.begin(batch)
         notices = super().prepare(_with_own_optimizer(job, self.own_config, self.config), batch)
-        # Only at stage 0 can DeepSpeed send sparse gradients.
+        # DeepSpeed 0.19 can send sparse gradients only at stage 0.
         check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)
         if self.stage:
             allows_any = bool(self.own_config.get("zero_allow_untested_optimizer"))
@@ -212,6 +227,6 @@ def _with_own_optimizer(job: Job, own_config: Mapping[str, Any], config: Distrib
     if asked is None:
         return job
     if job.optimizer is not None:
-        raise ConfigError("Trainer(optimizer=) and deepspeed_config.optimizer both set the optimizer: drop one")
+        raise ConfigError("optimizer and deepspeed_config.optimizer both set the optimizer: drop one")
     kind, arguments = asked
     return dataclasses.replace(job, optimizer=functools.partial(getattr(torch.optim, kind), **arguments))

@@ -1,7 +1,8 @@
-"""Define what each setting needs to have an effect, and name the given settings that have none in this run.
+"""Define what each setting needs to have an effect, and name the given settings that have no effect in this run.
 
-One configuration may serve a laptop, a cluster and several launchers. A setting without an effect in one of these places is
-therefore no error. Settings that contradict each other are refused where they are checked.
+One configuration may be used on a laptop, on a cluster and with several launchers. A setting that has no effect in one
+of these places is therefore not an error. Settings that contradict each other are refused elsewhere, where they are
+checked.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributed.config.registry import groups_in_use
-from distributed.config.settings import GROUPS
+from distributed.backends import groups_in_use
+from distributed.config.settings import GROUPS, OPTIMIZERS, SCHEDULES
 from distributed.loggers.base import is_on_mlflow
 
 if TYPE_CHECKING:
@@ -21,27 +22,27 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Situation:
-    """Describe where a run takes place."""
+    """Describe what decides whether a setting has an effect in a run: its backend, its launcher and its schedule."""
 
-    backend: Backend[Any]  # its settings, options, device and number of processes
-    request: LaunchRequest | None  # the request to our launcher; None where our launcher did not start the workers
+    backend: Backend[Any]  # has the settings, options, device and number of processes
+    request: LaunchRequest | None  # the request to our launcher; None if another launcher or none started the workers
     is_worker: bool = True  # whether any launcher started this process
-    has_schedule: bool | None = None  # whether there is a schedule that counts updates or epochs; None: not known yet
+    has_schedule: bool | None = None  # whether there is a schedule that counts updates or epochs; None if not known yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Need:
     """Describe what a setting needs to have an effect."""
 
-    what: str  # in words, such as "several processes"
+    what: str  # what the setting needs, such as "several processes"
     lacks: Callable[[Situation, str], str]  # (situation, setting) -> why the need is not met, or ""
 
 
 def of_launcher(what: str, value: Callable[[LaunchRequest, str], Any]) -> Need:
     """Return the need of a setting that our launcher reads.
 
-    `value` returns the value that a request gives to the launcher. If it differs from the setting, the launcher was started
-    before the setting was known.
+    `value` returns the value of the setting in the request to the launcher. If this value differs from the setting, the
+    launcher was started before the setting was known, so the setting has no effect.
     """
 
     def lacks(where: Situation, name: str) -> str:
@@ -64,6 +65,8 @@ def _unless(reason: str, holds: Callable[[Situation], Any]) -> Callable[[Situati
 
 def _of_nodes(where: Situation) -> str:
     running = where.backend.plan.num_nodes
+    if where.request is not None and where.request.is_elastic:
+        return ""
     return "" if where.backend.config.num_nodes == running else f"another launcher started {running}"
 
 
@@ -74,10 +77,15 @@ def _has_tensorboard(where: Situation) -> bool:
 
 
 OUR_LAUNCHER = of_launcher("workers that `train` or `fit` starts", getattr)
+OF_CLUSTER = of_launcher("a cluster that is joined", lambda request, name: request.launcher_options.get(name))
 SEVERAL_PROCESSES = Need("several processes", _unless("one process", lambda where: where.backend.plan.world_size > 1))
 NODES = Need("as many nodes as run", lambda where, name: _of_nodes(where))
 SEVERAL_NODES = Need("several nodes", _unless("one node", lambda where: where.backend.plan.num_nodes > 1))
-# The launcher waits this long for its workers to stop, and the workers wait this long for each other.
+ELASTIC = Need(
+    "num_nodes or nproc_per_node as MIN:MAX",
+    _unless("the number of processes is fixed", lambda where: where.backend.config.is_elastic),
+)
+# For `timeout_s`: the launcher waits this long for its workers to stop, and the workers wait this long for each other.
 WAITING = Need(
     "several processes, or workers that `train` or `fit` starts",
     lambda where, name: SEVERAL_PROCESSES.lacks(where, name) and OUR_LAUNCHER.lacks(where, name),
@@ -90,14 +98,31 @@ SCHEDULE = Need(
     "a schedule other than ReduceLROnPlateau",
     _unless("no schedule counts updates or epochs", lambda where: where.has_schedule is not False),
 )
+
+
+def _of_named(setting: str) -> Need:
+    """Return the need of a setting that only some of the optimizers or schedules take that settings can name."""
+    what, takes = ("optimizer", OPTIMIZERS) if setting in ("betas", "momentum") else ("scheduler", SCHEDULES)
+    taking = [name for name, names in takes.items() if setting in names]
+    default = "adamw" if what == "optimizer" else None
+    return Need(
+        f"{what}={' or '.join(taking)}",
+        lambda where, _: (
+            ""
+            if (chosen := getattr(where.backend.config, what) or default) in taking
+            else f"{what} is {chosen or 'not set'}"
+        ),
+    )
+
+
 MLFLOW = Need("MLflow", _unless("MLflow is off", lambda where: is_on_mlflow(where.backend.merged)))
 TENSORBOARD = Need("TensorBoard", _unless("TensorBoard is off", _has_tensorboard))
 PROFILE = Need("profile", _unless("profile is off", lambda where: where.backend.config.profile))
 WARMUP = Need("warmup_steps", _unless("warmup_steps is 0", lambda where: where.backend.config.warmup_steps))
 
 
-# Setting -> all of its needs, or () where it has an effect in every run. An option of a backend needs that backend, and what
-# `Backend.needs` contains for it. `Backend.needs` may also replace a row of this table.
+# Setting -> all of its needs, or () if it has an effect in every run. An option of a backend needs that backend, and what
+# `Backend.needs` contains for the option. `Backend.needs` may also replace an entry of this table.
 EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "backend": (),
     "num_gpus": (),
@@ -105,10 +130,15 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "gpus_per_node": (),
     "nproc_per_node": (),
     "device": (),
+    "min_nodes": (ELASTIC, OUR_LAUNCHER),
+    "min_nproc_per_node": (ELASTIC, OUR_LAUNCHER),
+    "elastic_interval_s": (ELASTIC, OUR_LAUNCHER),
     "node_rank": (SEVERAL_NODES, OUR_LAUNCHER),
     "master_addr": (SEVERAL_NODES, OUR_LAUNCHER),
     "master_port": (SEVERAL_NODES, OUR_LAUNCHER),
-    "address": (of_launcher("a cluster that is joined", lambda request, name: request.launcher_options.get(name)),),
+    "node_timeout": (SEVERAL_NODES, OUR_LAUNCHER),
+    "address": (OF_CLUSTER,),
+    "wait": (OF_CLUSTER,),
     "communication_backend": (SEVERAL_PROCESSES,),
     "timeout_s": (WAITING,),
     "start_timeout": (SEVERAL_PROCESSES,),
@@ -124,11 +154,26 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "batch_size": (),
     "global_batch_size": (),
     "gradient_accumulation_steps": (),
+    "init_from": (),
     "dtype": (),
+    "validate_every_n_steps": (),
+    "validate_every_s": (),
+    "validate_at_start": (),
+    "max_validation_batches": (),
     "early_stopping_patience": (),
     "monitor": (),
     "monitor_mode": (),
+    "optimizer": (),
     "learning_rate": (),
+    "weight_decay": (),
+    "betas": (_of_named("betas"),),
+    "momentum": (_of_named("momentum"),),
+    "layer_rates": (),
+    "scheduler": (),
+    "scheduler_steps": (_of_named("scheduler_steps"),),
+    "min_learning_rate": (_of_named("min_learning_rate"),),
+    "scheduler_power": (_of_named("scheduler_power"),),
+    "scheduler_decay_ratio": (_of_named("scheduler_decay_ratio"),),
     "lr_scaling": (),
     "warmup_steps": (),
     "warmup_start": (WARMUP,),
@@ -149,6 +194,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "keep_best": (),
     "log_every_n_steps": (),
     "verbose": (),
+    "loggers": (),
     "mlflow_tracking": (),
     "mlflow_experiment": (MLFLOW,),
     "mlflow_checkpoint": (MLFLOW,),
@@ -171,7 +217,8 @@ def without_effect(where: Situation) -> dict[str, str]:
 
 
 def lines_of(found: Mapping[str, str], unless: str = "") -> list[str]:
-    """Return the line that names the settings of `without_effect`, grouped by reason, or an empty list where there are none."""
+    """Return a list with one line that names the settings of `without_effect`, grouped by reason, or [] if there are
+    none."""
     by_reason: dict[str, list[str]] = {}
     for name, why in found.items():
         by_reason.setdefault(why, []).append(name)
@@ -185,7 +232,7 @@ def needs_of(backend: type[Backend[Any]], name: str) -> tuple[Need, ...]:
 
 
 def _given(where: Situation) -> Iterator[str]:
-    """Yield the name of each setting that was given, with each option of a group by itself."""
+    """Yield the name of each setting that was given. Each option of a group counts as a setting of its own."""
     return (name for name in where.backend.merged.sources if name not in GROUPS)
 
 

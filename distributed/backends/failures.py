@@ -18,15 +18,18 @@ class Failures:
 
     @contextlib.contextmanager
     def noting(self, name: str) -> Iterator[None]:
-        """Keep an error that the code of metric `name` raises in the block, instead of raising it on this rank alone."""
+        """Keep an error that the block, which runs the code of metric `name`, raises. It is not raised on this rank
+        alone."""
         try:
             yield
-        except Exception as error:  # a user's code may raise any error, and the other ranks wait for this one
+        except (
+            Exception
+        ) as error:  # a user's code may raise any error, and raising it here would leave the other ranks waiting
             self.error = self.error or _named(name, error)
 
     @property
     def described(self) -> list[Any] | None:
-        """Description of the error to send to the other ranks, or None where there is no error."""
+        """Description of this rank's error to send to the other ranks, or None if there is no error."""
         return None if self.error is None else [isinstance(self.error, ConfigError), str(self.error)]
 
     def raise_together(self, described: Sequence[list[Any] | None]) -> None:
@@ -77,7 +80,8 @@ def not_a_number(name: str, value: Any) -> TrainingError:
 
 
 def not_a_loss(value: Any, metric: str | None) -> ConfigError:
-    """Return the error for a `value` of the loss function, or of the function `metric`, of which no mean can be taken."""
+    """Return the error for a `value` that cannot be averaged, returned by the loss function or by the function
+    `metric`."""
     kind = type(value).__name__
     if metric is None:
         return ConfigError(

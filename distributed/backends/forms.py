@@ -1,4 +1,4 @@
-"""Recognise arguments that were passed as data and are no data set. Loads no framework."""
+"""Recognise arguments that were passed as data but are not a data set. Loads no framework."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _TABLES = ("pandas", "polars")
 
 
 def fault_of(data: Any, pair: str) -> str | None:
-    """Return why `data` is no data set and what to pass instead, or None where its form is right.
+    """Return why `data` is not a data set and what to pass instead, or None if its form is right.
 
-    `pair` is what the message suggests for a pair of inputs and targets.
+    `pair` is the text that suggests what to pass for a pair of inputs and targets.
     """
     kind = type(data).__name__
     if data is None:

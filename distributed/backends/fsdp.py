@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._torch.observer import TorchObserver
 from distributed.backends._torch.wrapper import Wrapper
-from distributed.backends.torch_base import TorchBackend
+from distributed.backends.base import Refusals
+from distributed.backends.torch_base import OF_WHOLE_MATRICES, PROCESS_GROUPS, TorchBackend
 from distributed.config.fields import setting
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
@@ -51,7 +52,9 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
     """Run the torch step on a sharded model. The optimizer is built after sharding."""
 
     Options: ClassVar[type[Any]] = FSDPOptions
+    refuses_several: ClassVar[str] = ""
     wrapper: FSDPWrapper
+    refuses: ClassVar[Refusals] = {**PROCESS_GROUPS, **OF_WHOLE_MATRICES}
     refuses_keras: ClassVar[str] = "fully_shard replaces the parameters under Keras's variables; use pytorch-ddp"
 
     def __init__(self, merged: MergedConfig, options: FSDPOptions, plan: ProcessPlan) -> None:
@@ -95,7 +98,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
     @contextlib.contextmanager
     def as_trained(self) -> Iterator[None]:
         form = self.wrapper.whole
-        was_in_pieces = form is not None and not form.is_shown  # during a fit, or where there is too little memory
+        was_in_pieces = form is not None and not form.is_shown  # during a fit, or because there is too little memory
         if form is not None:
             form.hide()
         try:
@@ -148,13 +151,14 @@ class FSDPWrapper(Wrapper):
 
         before = list(model.parameters())
         own = self._backend
-        fully_sharded.shard(model, self._options, own.device, own.mixed_precision, own.plan.axes)
+        for part in [model] if own.kind.is_one_model else model.children():
+            fully_sharded.shard(part, self._options, own.device, own.mixed_precision, own.plan.axes)
         self._replaced = dict(zip(before, model.parameters(), strict=True))
         self.whole = WholeForm(model)
         return model
 
     def forget_whole_parameters(self) -> None:
-        """Free the parameters of before sharding. The optimizer holds the sharded ones by now."""
+        """Free the parameters from before sharding. The optimizer refers to the sharded ones by then."""
         self._replaced = {}
 
     def compile(self) -> None:
@@ -178,6 +182,10 @@ class FSDPWrapper(Wrapper):
 
         return ShardedGradients(parameters, self._backend.plain, self._backend.device)
 
+    def free_gathered(self) -> None:
+        assert self.whole is not None
+        self.whole.reshard()
+
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:
         wrapped = self._backend.wrapped
@@ -187,8 +195,20 @@ class FSDPWrapper(Wrapper):
         finally:
             wrapped.set_requires_gradient_sync(True)
 
+    def backward_of(self, value: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+        # `inputs` would have to name the gathered parameters, which fully_shard keeps to itself. The gradients that the
+        # other models get are dropped.
+        others = set(self._backend.update.parameters).difference(parameters)
+        kept = {parameter: parameter.grad for parameter in others}
+        for parameter in others:
+            parameter.grad = None
+        value.backward()  # type: ignore[no-untyped-call]
+        for parameter, gradient in kept.items():
+            parameter.grad = gradient
+
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether all ranks have memory for the whole model twice. The first time that they do not, show a notice. A collective."""
+        """Return whether all ranks have memory for the whole model twice. Show a notice the first time that one has
+        not. A collective."""
         from distributed.backends._torch import whole
 
         own = self._backend

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from distributed.loggers.profiling import Profiler
 
 
-_WAIT = "horovod: wait for gradients"  # label of the waiting in a profile
+_WAIT = "horovod: wait for gradients"  # label for waiting times in a profile
 
 
 class HorovodBackend(TorchBackend[HorovodOptions]):
@@ -129,7 +129,8 @@ class HorovodWrapper(Wrapper):
             self._backend.observer.waits.append(time.perf_counter() - began)
 
     def _labelled(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a block that a profile shows as communication. The profile does not see Horovod's own threads."""
+        """Return a block that a profile shows as communication, because the profiler does not see Horovod's own
+        threads."""
         if not self._backend.config.profile:
             return contextlib.nullcontext()
         label: contextlib.AbstractContextManager[Any] = self._backend.torch.profiler.record_function(_WAIT)
@@ -162,7 +163,7 @@ class HorovodObserver(TorchObserver):
         made, own = super().profiler(directory, warmup, active), self._backend
         if made is None or self.world_size == 1 or own.options.timeline is not None:
             return made
-        return WithTimeline(made, load(), own.run_dir, own.report)
+        return WithTimeline(made, load(), own.run_dir, own.on_event)
 
 
 def _check_adasum(plan: ProcessPlan) -> None:

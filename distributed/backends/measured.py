@@ -17,8 +17,9 @@ Make = Callable[..., Measure]  # (function, training=) -> the Measure that compu
 class Measured(MetricsOverAll):
     """Keep, for each plain metric function, whether it is a mean over samples.
 
-    A function is computed as a mean, batch by batch, until an evaluation or a log line of training shows that it is no mean.
-    Metrics that declare what they are (`over_all`, objects) are in `wholes` from the start and are not examined here.
+    A function is computed as a mean, batch by batch, until an evaluation or a log line of training shows that it is not
+    a mean. Metrics that declare what they are (`over_all`, objects) are in `wholes` from the start and are not examined
+    here.
     """
 
     def __init__(
@@ -31,12 +32,12 @@ class Measured(MetricsOverAll):
         prepare: Prepare,
         notice: Callable[[str], None],
     ) -> None:
-        """Begin with every function as a mean.
+        """Treat every function as a mean at first.
 
         `value` returns (sum, count) of a function for one batch. `prepare` copies the arguments of a metric to the host.
         """
         self._functions, self.wholes, self._make, self._notice = functions, wholes, make, notice
-        self._candidates = dict(functions)  # functions that may be means
+        self._candidates = dict(functions)  # functions that are still treated as means
         self.num_evaluated = 0  # number of batches of this evaluation
         limit_bytes = LIMIT_BYTES // wholes.world_size
 
@@ -55,7 +56,8 @@ class Measured(MetricsOverAll):
         self.wholes.begin(split)
 
     def check(self, split: str) -> MeansCheck | None:
-        """Return the check that finds functions that are no means, or None where there is nothing to find."""
+        """Return the check that finds functions that are not means, or None if every function is known not to be
+        one."""
         is_on = CHECK in self.wholes.names(split)
         return self.wholes.measure_of(split, CHECK) if is_on else None  # type: ignore[return-value]
 
@@ -86,7 +88,8 @@ class Measured(MetricsOverAll):
         return {name: function for name, function in self._functions.items() if name not in other}
 
     def is_call(self, name: str) -> bool:
-        """Return whether the entry `name` in the result of a `training_step` holds the arguments of a metric."""
+        """Return whether the entry `name` in the result of a `training_step` holds arguments of a metric, not its
+        value."""
         return self.wholes.has(name) and self.is_declared(name)
 
     def is_declared(self, name: str) -> bool:
@@ -98,7 +101,7 @@ class Measured(MetricsOverAll):
 
     @property
     def form(self) -> dict[str, bool]:
-        """Name -> False for each function that is known to be no mean. JSON-able."""
+        """Name -> False for each function that is known not to be a mean. JSON-able."""
         return {name: False for name in self._functions if name not in self._candidates}
 
     @form.setter
@@ -108,7 +111,8 @@ class Measured(MetricsOverAll):
                 self._take_up(name, is_open=False)
 
     def _take_up(self, name: str, *, is_open: bool) -> None:
-        """Compute `name` over all samples from now on; in training from this epoch on if `is_open`, else from the next."""
+        """Compute `name` over all samples from now on. In training, begin with this epoch if `is_open`, else with the
+        next."""
         function = self._candidates.pop(name)
         pieces = CHECK if is_open else None
         self.wholes.take_up(name, lambda training: self._make(function, training=training), pieces)

@@ -3,55 +3,58 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from distributed.backends.world import World
 from distributed.errors import TrainingError
-from distributed.state import StepResult, UpdateBatch
+from distributed.state import OnEvent, StepResult, UpdateBatch
 
 Average = tuple[str, Any, float, Any]  # (name, value, scale, count) as in StepResult.averages
 
 
 def without_weight(averages: list[Average]) -> list[Average]:
-    """Return `averages` with the same names and zeros for everything else."""
+    """Return `averages` with zeros for everything except the names."""
     return [(name, 0.0, 0.0, 0.0) for name, _, _, _ in averages]
 
 
 class NanPolicy:
     """Apply the setting `nan_policy` to an update whose gradients are not finite."""
 
-    def __init__(self, policy: str, report: Callable[[dict[str, Any]], None]) -> None:
-        self._policy, self._report = policy, report
+    def __init__(self, policy: str, on_event: OnEvent) -> None:
+        self._policy, self._on_event = policy, on_event
         self._last_step, self._in_a_row = -1, 0
 
     def apply(self, step: int, where: str, result: StepResult, can_be_made: bool, *, is_late: bool = False) -> None:
-        """Raise TrainingError, or mark the update as left out, or warn, as `nan_policy` says.
+        """Raise TrainingError, mark the update as left out, or warn, as `nan_policy` selects.
 
-        `is_late` says that the update has been made already.
+        `where` begins the message. `can_be_made` says whether the update can be made anyway, and `is_late` whether it
+        has been made already.
         """
         if self._policy == "stop":
             when = "after the update, which is in no checkpoint" if is_late else "before the update"
             raise TrainingError(
                 f"{where}: stopped {when}. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
             )
-        self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
+        is_new = step != self._last_step  # several updates of one batch have the same step
+        if is_new:
+            self._in_a_row = self._in_a_row + 1 if step == self._last_step + 1 else 1
         self._last_step = step
-        if self._in_a_row in (1, 10, 100, 1000):
+        if is_new and self._in_a_row in (1, 10, 100, 1000):
             is_made = self._policy == "warn" and can_be_made
             text = f"{where}: {'update made anyway' if is_made else 'update left out'}"
-            self._report({"kind": "warning", "text": text})
-        if self._policy == "skip":  # the reported means are those of the updates that were made
+            self._on_event({"kind": "warning", "text": text})
+        if self._policy == "skip":  # means that are reported must not contain this update
             result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []
 
 
-_BAD = ("nan", "inf", "-inf")  # `vote` numbers these from 1 on
+_BAD = ("nan", "inf", "-inf")  # a vote is the position here, counted from 1
 
 
 def vote(losses: Iterable[float]) -> float:
-    """Return 0 if all losses are finite, else the number in `_BAD`, from 1 on, of the first one that is not.
+    """Return 0 if all losses are finite, else the position in `_BAD`, counted from 1, of the first loss that is not.
 
-    A rank sends this number to the others.
+    A rank sends this number to the other ranks.
     """
     bad = next((value for value in losses if not math.isfinite(value)), None)
     return 0.0 if bad is None else 1.0 + _BAD.index(str(bad))

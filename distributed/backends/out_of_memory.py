@@ -1,4 +1,4 @@
-"""Recognise an error for lack of memory, in the words of every engine, and advise what to change."""
+"""Recognise the out-of-memory errors of every engine, and advise what to change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from distributed.config.registry import REGISTRY
 from distributed.errors import TrainingError
 
 _TYPES = {"MemoryError", "OutOfMemoryError", "ResourceExhaustedError"}
-# Words in a RuntimeError without a class of its own: from allocators of the host, from CUDA, and from libraries that use it.
+# Text of errors that are plain RuntimeErrors: from allocators of host memory, from CUDA, and from libraries that use CUDA.
 _WORDS = ("out of memory", "can't allocate memory", "cannot allocate memory", "alloc_failed")
 
 
@@ -24,7 +24,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def memory_line(error: BaseException) -> str:
-    """Return the line of the error that says how much memory was asked for."""
+    """Return the line of the error that says how much memory was requested."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line.strip() for line in lines if any(word in line.lower() for word in ("oom", *_WORDS))), lines[0])
 
@@ -34,7 +34,7 @@ def out_of_memory(
 ) -> TrainingError:
     """Return the error for too little memory on `rank` in update `step`. It names only settings that are not in use yet.
 
-    `is_cut` says that the model is cut over the processes already.
+    `is_cut` says whether the model is sharded over the processes already.
     """
     advice = (
         [f"lower batch_size={batch_size} (with global_batch_size set, the results stay the same)"]
@@ -46,9 +46,9 @@ def out_of_memory(
     if config.mixed_precision in ("no", False) and config.dtype == "float32":
         advice.append("set mixed_precision=bf16")
     if not is_cut:
-        cutting = next(row.name for row in REGISTRY.values() if row.cuts_model)
+        cutting = next(entry.name for entry in REGISTRY.values() if entry.cuts_model)
         advice.append(f"shard the model across several processes with backend={cutting}")
-    line, has_more, _ = memory_line(error).partition(" is free.")  # torch's message continues at length
+    line, has_more, _ = memory_line(error).partition(" is free.")  # torch's message continues with details
     ways = f" To need less: {', or '.join(advice)}." if advice else ""
     return TrainingError(
         f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{has_more and ' is free'}.{ways}"

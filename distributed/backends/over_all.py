@@ -18,14 +18,14 @@ from distributed.backends.world import World
 
 SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
-_CHUNK_BYTES = 64 << 20  # bytes that one collective sends from each rank
+_CHUNK_BYTES = 64 << 20  # limit of bytes that one collective sends from each rank
 
 # (arguments, number of samples) from each rank, for one micro-batch of the world. Of n ranks, rank r has every n-th sample,
 # beginning with the r-th.
 Update = list[tuple[Any, int]]
 
 
-# Returns a block after which the random generators have the states of before the block.
+# Returns a block that restores the states of the random generators at its end.
 KeepingGenerators = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -36,17 +36,18 @@ class MetricEngine(Protocol):
         """Return the arguments for all samples of `updates`, in their order, as the user's function takes them."""
 
     def to_raw(self, name: str, leaf: Any) -> Any:
-        """Return a tensor on the host as a `RawTensor`, or None for what is no tensor."""
+        """Return a tensor on the host as a `RawTensor`, or None if `leaf` is not a tensor."""
 
     def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
         """Return the tensor that `to_raw` was given."""
 
     def number(self, name: str, value: Any) -> float:
-        """Return the `value` of metric `name` as a float. Raises TrainingError with the metric's name if it is no number."""
+        """Return the `value` of metric `name` as a float. Raises TrainingError with the metric's name if it is not a
+        number."""
 
 
 class Measure(Protocol):
-    """Compute one metric from what this rank and the others have seen."""
+    """Compute one metric over the samples of all ranks."""
 
     training: bool  # whether the metric is computed in training too
 
@@ -54,7 +55,7 @@ class Measure(Protocol):
         """Add a micro-batch. Called in the order of the samples."""
 
     def take(self) -> list[Part]:
-        """Return the parts that the main process needs, on the host, and forget them on this rank."""
+        """Return the parts that the main process needs, on the host, and drop them on this rank."""
 
     def state(self) -> Any:
         """Return a copy of the state of this rank, or None. It consists of containers of host tensors, numbers and strings."""
@@ -63,10 +64,10 @@ class Measure(Protocol):
         """Continue from `states`, which `state` returned on one rank, or on several ranks that this rank replaces."""
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """Return the metric of everything that `take` and `state` returned on all ranks."""
+        """Return the value of the metric. `updates` holds the parts and `states` the states of all ranks."""
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything kept."""
 
 
 class Wholes:
@@ -81,7 +82,7 @@ class Wholes:
         warn: Callable[[str], None],
         keeping_generators: KeepingGenerators = contextlib.nullcontext,
     ) -> None:
-        """Begin without metrics.
+        """Create the object without metrics.
 
         The code of metrics runs in blocks of `keeping_generators`, so that its random numbers do not change training.
         """
@@ -90,13 +91,15 @@ class Wholes:
         self._rank, self.world_size, self._is_presharded = world.rank, world.world_size, is_presharded
         self._measures: dict[str, dict[str, Measure]] = {split: {} for split in SPLITS}
         self._closed: set[str] = set()  # metrics whose computation in training begins with the next epoch
-        self._pieces: dict[str, dict[str, list[RankedPart]]] = {split: {} for split in SPLITS}  # on the main process
+        self._pieces: dict[str, dict[str, list[RankedPart]]] = {
+            split: {} for split in SPLITS
+        }  # filled on the main process only
         self._pending: dict[str, list[Any]] = {
             split: [] for split in SPLITS
         }  # results whose parts are not absorbed yet
         self._pending_bytes = dict.fromkeys(SPLITS, 0)
         self._kept_bytes, self._has_warned = dict.fromkeys(SPLITS, 0), False
-        self._stored: dict[str, Any] = {}  # state in the checkpoint of metrics that are not known yet
+        self._stored: dict[str, Any] = {}  # checkpointed states of metrics that have not been added yet
         self._is_resumed = False  # whether the running epoch was resumed from a checkpoint
         self.failures = Failures()
 
@@ -117,8 +120,8 @@ class Wholes:
     def take_up(self, name: str, make: Callable[[bool], Measure], pieces_of: str | None) -> None:
         """Compute `name` from the next evaluation on.
 
-        In training it begins with the next epoch, or continues from what was kept in this epoch for the metric `pieces_of`.
-        `make(training)` returns the measure.
+        In training, begin with the next epoch, or continue with the parts that were kept in this epoch for the metric
+        `pieces_of`. `make(training)` returns the measure.
         """
         self._measures["val"][name] = make(False)
         self._measures["train"][name] = make(True)
@@ -143,7 +146,7 @@ class Wholes:
         return name in self._measures["val"]
 
     def drop(self, name: str) -> None:
-        """Stop computing `name`, and free what is kept for it."""
+        """Stop computing `name`, and free everything kept for it."""
         for split in SPLITS:
             self._measures[split].pop(name, None)
             self._kept_bytes[split] -= sum(num_bytes(piece.value) for piece in self._pieces[split].pop(name, []))
@@ -155,25 +158,25 @@ class Wholes:
         """Return the names of the metrics that are computed in `split` now."""
         return [name for name in self._measures[split] if split != "train" or name not in self._closed]
 
-    # ------------------------------------------------------------------ what they see
+    # ------------------------------------------------------------------ keeping parts
 
     def keep(self, split: str, result: Any) -> None:
         """Keep the result of a step, whose `deferred` holds parts by name.
 
-        Parts are absorbed at the next log line, and large ones with the next result. Only then is it known whether the update
-        was made.
+        The parts are absorbed at the next log line, or with the next result if they are large. They cannot be absorbed
+        earlier, because it is not known yet whether the update is made.
         """
         if self._pending_bytes[split] > _CHUNK_BYTES:
             self._absorb(split)
         parts: dict[str, Sequence[Part]] = result.deferred.parts
         for name in [name for name in parts if name not in self._measures[split]]:
-            del parts[name]  # it was dropped while the step ran
+            del parts[name]  # the metric was dropped while the step ran
         if parts:
             self._pending[split].append(result)
             self._pending_bytes[split] += sum(num_bytes(part.value) for each in parts.values() for part in each)
 
     def begin(self, split: str) -> None:
-        """Forget what was kept of `split`."""
+        """Drop everything kept of `split`."""
         self._pending[split].clear()
         self._pending_bytes[split] = self._kept_bytes[split] = 0
         self._pieces[split].clear()
@@ -187,7 +190,7 @@ class Wholes:
     def measure(self, split: str) -> dict[str, float]:
         """Return name -> value over all samples since `begin`. A collective.
 
-        The main process computes the values, and all ranks raise its errors.
+        The main process computes the values. If that fails, all ranks raise its error.
         """
         names = self.names(split)
         if not names:
@@ -215,10 +218,11 @@ class Wholes:
         if not pieces and not known:
             return {}
         value = self._measures[split][name].value(by_update(pieces, self._is_presharded), known)
-        return dict(value if not name else self.numbers(name, value))  # the check returns names of its own
+        return dict(value if not name else self.numbers(name, value))  # the check, named "", returns names itself
 
     def numbers(self, name: str, value: Any) -> Iterable[tuple[str, float]]:
-        """Yield (name, number) for what a metric returned, or several such pairs if it returned a mapping."""
+        """Yield (name, number) for the `value` that a metric returned, or a pair for each entry if `value` is a
+        mapping."""
         if isinstance(value, Mapping):
             for key, each in value.items():
                 yield from self.numbers(f"{name}_{key}", each)
@@ -228,7 +232,7 @@ class Wholes:
         else:
             yield name, self._engine.number(name, value)
 
-    # ------------------------------------------------------------------ how it comes together
+    # ------------------------------------------------------------------ collecting parts
 
     def _absorb(self, split: str) -> None:
         with self.keeping_generators():
@@ -282,7 +286,8 @@ class Wholes:
     # ------------------------------------------------------------------ checkpoints
 
     def save(self, directory: Path) -> dict[str, Any] | None:
-        """Write what was kept of the current epoch into `directory`, and return the rest of the state, JSON-able. A collective."""
+        """Write everything kept of the current epoch into `directory`, and return the rest of the state, JSON-able. A
+        collective."""
         if not self._measures["val"]:
             return None
         names = self.names("train")
@@ -294,7 +299,8 @@ class Wholes:
         return {"open": names}
 
     def load(self, directory: Path, saved: Mapping[str, Any] | None) -> None:
-        """Continue from what `save` wrote with any number of ranks. Metrics that are not in the checkpoint begin with the next epoch."""
+        """Continue from a state that `save` wrote, with any number of ranks. Metrics that it does not contain begin
+        with the next epoch."""
         self.begin("train")
         self._is_resumed = True
         content = read_metrics(directory, self._engine) if saved else {}
@@ -328,7 +334,8 @@ class OutputsMeasure:
         *,
         training: bool = True,
     ) -> None:
-        """Begin with nothing kept. `prepare` copies to the host what is kept of the arguments for a micro-batch."""
+        """Create the measure. `prepare` returns the arguments for a micro-batch on the host, in the form in which they
+        are kept."""
         self._compute, self._prepare, self.training = compute, prepare, training
         self._parts: list[Part] = []
 
@@ -337,28 +344,28 @@ class OutputsMeasure:
         self._parts.append(part._replace(value=self._prepare(part.value)))
 
     def take(self) -> list[Part]:
-        """Return all parts, and forget them."""
+        """Return all parts, and drop them."""
         taken, self._parts = self._parts, []
         return taken
 
     def state(self) -> Any:
-        """Return None: nothing stays on a rank."""
+        """Return None, because `take` returns everything."""
         return None
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Do nothing, as there is no state."""
+        """Do nothing, because there is no state."""
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
         """Return the value for all samples."""
         return self._compute(updates)
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Drop everything kept."""
         self._parts.clear()
 
 
 def driven(metric: Any, updates: Sequence[Update], engine: MetricEngine, words: tuple[str, str, str]) -> Any:
-    """Return the value of an object after it was updated with each of `updates` in turn.
+    """Update a metric object with each of `updates` in turn, and return its value.
 
     `words` are the names of its methods that reset, update and compute.
     """
@@ -371,7 +378,7 @@ def driven(metric: Any, updates: Sequence[Update], engine: MetricEngine, words: 
 
 
 class Deferred(NamedTuple):
-    """Hold what is computed from a step later."""
+    """Hold the outputs and arguments of a step from which metrics are computed later."""
 
     split: str
     kept: list[Any]  # outputs, for the metrics that are means

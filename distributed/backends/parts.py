@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 class Fields(dict[str, Any]):
     """Hold the fields of a model's outputs, as entries and as attributes.
 
-    It replaces the model's own class of outputs, which need not be known where the outputs are read.
+    It replaces the model's own class of outputs, which may not exist in the process that reads the outputs.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -22,22 +22,23 @@ class Fields(dict[str, Any]):
 
 
 class Arguments(NamedTuple):
-    """Hold what a metric is called with for one micro-batch."""
+    """Hold the arguments of a metric for one micro-batch."""
 
     args: tuple[Any, ...]
     named: dict[str, Any]
 
 
 class Part(NamedTuple):
-    """Hold what a metric keeps of one micro-batch of one rank."""
+    """Hold the value that a metric keeps of one micro-batch of one rank."""
 
     key: tuple[int, int]  # (position of its update in the epoch, number of the micro-batch in the update)
     num_samples: int
     value: Any
-    replica: int = 0  # number of the device, where a process trains on several
+    replica: int = 0  # number of the device, if a process trains on several
 
 
-# Name of the argument of a call that holds several joined micro-batches. Its value is a list of [position, number, samples].
+# Name of an additional argument in `Arguments` of several joined micro-batches. Its value is a list of
+# [position, number, samples].
 JOINED = "joined micro-batches"
 Batch = tuple[tuple[int, int], int, Any]  # (key, samples, arguments) of a micro-batch
 
@@ -73,14 +74,15 @@ def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping)):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        if type(value) is not Fields:  # this is Hugging Face's cache for generation, and no output
+        if type(value) is not Fields:  # past_key_values is Hugging Face's cache for generation, not an output
             value = {key: each for key, each in value.items() if key != "past_key_values"}
         return Fields({key: mapped(each, function) for key, each in value.items()})
     return function(value)
 
 
 def cut(value: Any, begin: int, end: int, num_samples: int) -> Any:
-    """Return the samples from `begin` to `end` of `num_samples`. A leaf that has no rows for samples stays whole."""
+    """Return the samples from `begin` to `end` of a `value` for `num_samples`. A leaf without rows for each sample
+    stays whole."""
 
     def rows(leaf: Any) -> Any:
         length = _length(leaf)
@@ -99,7 +101,7 @@ def cut(value: Any, begin: int, end: int, num_samples: int) -> Any:
 
 
 def micro_batches(key: tuple[int, int], num_samples: int, value: Any) -> list[Batch]:
-    """Return the micro-batches in `value`: itself, or those that a call with `JOINED` holds."""
+    """Return the micro-batches in `value`: `value` itself, or the parts of joined micro-batches (see `JOINED`)."""
     if not isinstance(value, Arguments) or JOINED not in value.named:
         return [(key, num_samples, value)]
     found: list[Batch] = []
@@ -112,7 +114,7 @@ def micro_batches(key: tuple[int, int], num_samples: int, value: Any) -> list[Ba
 
 
 def has_rows(value: Any, num_samples: int) -> bool:
-    """Return whether a leaf of `value` has the same number of rows for each of `num_samples`."""
+    """Return whether a leaf of `value` has the same number of rows for each of `num_samples` samples."""
     if isinstance(value, list) and len(value) == num_samples:
         return True
     if isinstance(value, (tuple, list, Mapping)):
@@ -126,7 +128,7 @@ def _length(leaf: Any) -> int:
 
 
 def num_bytes(value: Any) -> int:
-    """Return how many bytes the tensors inside `value` take."""
+    """Return the size in bytes of the tensors inside `value`."""
     if isinstance(value, Mapping):
         return sum(map(num_bytes, value.values()))
     if isinstance(value, (tuple, list)):
@@ -137,8 +139,8 @@ def num_bytes(value: Any) -> int:
 def by_update(pieces: Sequence[RankedPart], is_presharded: bool) -> list[list[tuple[Any, int]]]:
     """Return the (value, samples) of `pieces` in the order of the samples, one list per micro-batch of the whole world.
 
-    In such a list rank r holds every world-th sample, from the r-th on. With `is_presharded` each rank has data of its own;
-    then the pieces of a rank follow those of the rank before it, each in a list of its own.
+    In such a list, of n ranks rank r holds every n-th sample, beginning with sample r. With `is_presharded`, each rank
+    has its own data. Each piece is then a list of its own, ordered by rank.
     """
     if is_presharded:
         return [[(p.value, p.num_samples)] for p in sorted(pieces, key=lambda p: (p.rank, p.key))]

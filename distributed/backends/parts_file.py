@@ -20,14 +20,14 @@ class Tensors(Protocol):
     """Convert the tensors of an engine for the file."""
 
     def to_raw(self, name: str, leaf: Any) -> RawTensor | None:
-        """Return a tensor on the host as raw bytes, or None for what is no tensor."""
+        """Return a tensor on the host as raw bytes, or None if it is not a tensor."""
 
     def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
         """Return the tensor that `to_raw` was given."""
 
 
 def write_metrics(directory: Path, content: Content, engine: Tensors) -> None:
-    """Write `content` into the file below `directory`, if there is any.
+    """Write `content` into the file below `directory`. Write nothing if there is no content.
 
     Raises:
         TrainingError: if the file cannot hold a value, which the error names.
@@ -63,7 +63,7 @@ def _plain(piece: RankedPart) -> list[Any]:
 
 
 def read_metrics(directory: Path, engine: Tensors) -> dict[str, tuple[list[Any], list[RankedPart]]]:
-    """Return what `write_metrics` wrote below `directory`. It is empty where there is no file.
+    """Return what `write_metrics` wrote below `directory`, or an empty dict if there is no file.
 
     Raises:
         CheckpointError: if `write_metrics` did not write the file.

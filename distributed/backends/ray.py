@@ -6,14 +6,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from distributed.backends.base import Refusals
+from distributed.backends._ray.joining import connected
+from distributed.backends.base import If, Refusals
 from distributed.backends.ddp import OF_HOOKS, DDPBackend
-from distributed.backends.effects import OUR_LAUNCHER, Need, Situation, of_launcher
+from distributed.backends.effects import OF_CLUSTER, OUR_LAUNCHER, Need, Situation, of_launcher
 from distributed.backends.fsdp import FSDPBackend
-from distributed.backends.torch_base import PROCESS_GROUPS
+from distributed.backends.torch_base import OF_WHOLE_MATRICES, PROCESS_GROUPS
 from distributed.config.fields import setting
+from distributed.launching.environments.registry import worker_environment
 
-_RAY_PLACES = "Ray chooses the nodes: drop it, and set nproc_per_node to the number of processes in all"
+_RAY_PLACES = "one command starts the workers of all nodes: drop it"
+
+
+def _is_without_cluster(own: Any) -> bool:
+    """Return whether several nodes are asked for and this process, which starts the workers, knows no cluster to join."""
+    is_asked = own.config.num_nodes > 1 and worker_environment() is None
+    return is_asked and own.config.address is None and connected() is None
 
 
 def _launched_with(name: str) -> Need:
@@ -21,7 +29,8 @@ def _launched_with(name: str) -> Need:
 
 
 def _of_cluster(where: Situation, name: str) -> str:
-    """Return why no cluster is joined, or an empty string. Without one the rendezvous of the workers is a file."""
+    """Return why the setting has no effect: no cluster is joined, so workers meet through a file. Return "" if one is
+    joined."""
     request = where.request
     return "" if request is None or request.launcher_options.get("address") else "no cluster is joined"
 
@@ -48,15 +57,23 @@ class RayOptions:
 _NEEDS: Mapping[str, tuple[Need, ...]] = {
     "start_timeout": (OUR_LAUNCHER,),
     "master_port": (_JOINED, OUR_LAUNCHER),
+    "node_timeout": (_JOINED, OUR_LAUNCHER),
+    "wait": (_JOINED, OF_CLUSTER),
     "ray.cpus_per_worker": (_launched_with("cpus"),),
     "ray.callbacks": (_launched_with("callbacks"),),
 }
 _REFUSES: Refusals = {
     **PROCESS_GROUPS,
-    "num_nodes": _RAY_PLACES,
     "node_rank": _RAY_PLACES,
-    "gpus_per_node": "Ray chooses the nodes: set num_gpus to the number of GPUs in all",
+    "min_nodes": _RAY_PLACES,
     "master_addr": "Ray chooses where rank 0 runs: drop it",
+    "num_nodes": (
+        If(
+            "without a cluster to join",
+            _is_without_cluster,
+            "set address to that of a Ray cluster, or drop it and set nproc_per_node to the number of processes in all",
+        ),
+    ),
 }
 
 
@@ -75,4 +92,4 @@ class RayFSDPBackend(FSDPBackend):
     Options: ClassVar[type[Any]] = RayOptions
     joins_cluster: ClassVar[bool] = True
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = _NEEDS
-    refuses: ClassVar[Refusals] = _REFUSES
+    refuses: ClassVar[Refusals] = {**_REFUSES, **OF_WHOLE_MATRICES}

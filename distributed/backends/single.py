@@ -14,9 +14,11 @@ if TYPE_CHECKING:
 class SingleBackend(TorchBackend[NoOptions]):
     """Run the torch step in one process."""
 
+    refuses_several: ClassVar[str] = ""
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
-        # Where the backend was not chosen by name, the setting counts for the backend of a run with several processes.
+        # If the backend was not chosen by name, the setting is meant for runs with several processes. It is ignored
+        # here.
         "communication_backend": (
             If(
                 "where the backend is chosen by name",

@@ -15,7 +15,7 @@ Value = Callable[
     [Callable[..., Any], Any, Any, int], tuple[float, float]
 ]  # (function, outputs, targets, samples) -> (sum, count)
 
-# Two values within these bounds count as equal. 16-bit floats are widened first. A mean in float32 is exact to about 1e-6.
+# Tolerances for equal values. 16-bit floats are widened first, and a mean in float32 is exact to about 1e-6.
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-7
 # Errors that a function raises for a part that it does not accept, such as scikit-learn for a part with one class only.
 REFUSES = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError)
@@ -44,16 +44,16 @@ def judge(
 
 
 def vote(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int, value: Value) -> bool | None:
-    """Return whether the mean of the values of three parts of a batch is the value of the whole batch.
+    """Return whether the mean of a function's values for three parts of a batch is its value for the whole batch.
 
-    Returns None where the batch proves nothing: it has fewer than two samples, no rows for its samples, or parts that all have
-    the value of the whole.
+    Return None if the batch proves nothing, because it has fewer than two samples or no rows for its samples, or
+    because each part has the value of the whole.
     """
     return judge(function, outputs, targets, num_samples, value)[0]
 
 
 def _ranges(num_samples: int) -> list[tuple[int, int]]:
-    """Return (begin, end) of three parts of different sizes, or of fewer parts where the batch is small.
+    """Return (begin, end) of three parts of different sizes, or of fewer parts if the batch is small.
 
     With equal sizes, a metric with few possible values would agree by chance more often.
     """

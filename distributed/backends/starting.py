@@ -1,14 +1,16 @@
-"""Start the runs of a backend: what the backend decides before any process trains. Loads no engine.
+"""Start the runs of a backend: decisions that a backend makes before any process trains. Loads no engine.
 
-The row of a backend in `distributed.config.registry` names its class; `registry.starting_of` makes it.
+The backend's entry in `distributed.config.registry` names the class; `distributed.backends.starting_of` creates the object.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from distributed.config.registry import BackendRow, backend_class
+from distributed.backends import backend_class
+from distributed.config.plan import plan_processes
+from distributed.config.registry import BackendEntry
 from distributed.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from distributed.config.plan import ProcessPlan
     from distributed.config.settings import DistributedConfig
     from distributed.launching.environments.base import WorkerEnvironment
+    from distributed.state import EpochMetrics
 
 Warn = Callable[[str], None]
 
@@ -25,25 +28,29 @@ Warn = Callable[[str], None]
 class Starting:
     """Start the runs of a backend with our own launcher and the adapter that the registry names."""
 
-    def __init__(self, row: BackendRow) -> None:
-        self.backend_row = row
+    def __init__(self, entry: BackendEntry) -> None:
+        self.backend_entry = entry
 
     def make(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
         """Return the adapter for these settings. Raises ConfigError for a setting that it refuses."""
-        row = self.backend_row
-        made: Backend[Any] = backend_class(row.name)(merged, merged.config.options(row.group), plan)
-        return made
+        entry = self.backend_entry
+        return backend_class(entry.name)(merged, merged.config.options(entry.group), plan)
 
-    def row(self, options: Any) -> BackendRow:
-        """Return the registry row for the backend's `options`, which may choose an engine that needs another environment."""
-        return self.backend_row
+    def plan(self, config: DistributedConfig) -> ProcessPlan:
+        """Return the processes for the resource settings. Raises DistributedError as `plan_processes` does."""
+        return plan_processes(config)
+
+    def entry(self, options: Any) -> BackendEntry:
+        """Return the registry entry for the backend's `options`, which may choose an engine that needs another environment."""
+        return self.backend_entry
 
     def groups(self, options: Any) -> tuple[str, ...]:
-        """Return the names of the further backends whose groups of options count too."""
+        """Return the names of other backends whose groups of options apply too."""
         return ()
 
     def is_fit_in_workers(self, plan: ProcessPlan) -> bool:
-        """Return whether a `fit` outside of a worker starts workers. Otherwise it trains where it was called."""
+        """Return whether a `fit` outside of a worker starts workers. If not, it trains in the process that called
+        it."""
         return plan.world_size > 1
 
     def launcher(self) -> str:
@@ -51,11 +58,11 @@ class Starting:
         return "distributed.launching.forkserver"
 
     def launcher_options(self, config: DistributedConfig, plan: ProcessPlan) -> dict[str, Any]:
-        """Return what the launcher needs besides the settings of a run. JSON-able."""
+        """Return the options that the launcher needs in addition to the settings of a run. JSON-able."""
         return {}
 
-    def on_epoch(self, config: DistributedConfig) -> Callable[[Mapping[str, Any]], None] | None:
-        """Return the function that the process that called `fit` calls with the row of each finished epoch, or None."""
+    def on_epoch(self, config: DistributedConfig) -> Callable[[EpochMetrics], None] | None:
+        """Return a function, or None. The process that called `fit` calls it with the metrics of each finished epoch."""
         return None
 
     def join(
@@ -63,7 +70,8 @@ class Starting:
     ) -> TorchWorld:
         """Join the other processes of a script without a Trainer. Every rank calls it.
 
-        `call` is what the script called, for messages. Raises ConfigError where the engine has no torch tensors.
+        `call` names the function that the script called, for messages. Raises ConfigError if the engine has no torch
+        tensors.
         """
         raise ConfigError(
             f"{call} joins processes for torch tensors, which backend={config.backend!r} does not use: use Trainer"

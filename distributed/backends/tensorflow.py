@@ -1,7 +1,8 @@
 """Train Keras 3 models with TensorFlow over MirroredStrategy or MultiWorkerMirroredStrategy, with our own step.
 
-With Keras 3, `model.fit` fails under MultiWorkerMirroredStrategy (keras issue 20585), so we run our own graphs with its collectives.
-TensorFlow is loaded in `setup()`, so that this file imports without it.
+Workaround (Keras 3.15, keras-team/keras#20585; may go when `model.fit` works under MultiWorkerMirroredStrategy): it
+fails there, so we run our own graphs with the strategy's collectives. TensorFlow is loaded in `setup()`, so that this
+file imports without it.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.observer import TensorFlowObserver
-from distributed.backends._tensorflow.refusals import REFUSES
+from distributed.backends._tensorflow.refusals import IN_GRAPH, REFUSES
 from distributed.backends._tensorflow.scripts import refuse_torch
 from distributed.backends.base import Backend, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.config.fields import setting
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
+from distributed.config.optimization import RateCurve
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
@@ -74,7 +76,7 @@ class TensorFlowBackend(Backend[Any]):
         self._train_data: Data | None = None
         self.observer = TensorFlowObserver(self)
         self._results: Results | None = None
-        self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.report(event))
+        self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.on_event(event))
 
     # ------------------------------------------------------------------ what differs where Horovod carries the tensors
 
@@ -155,10 +157,11 @@ class TensorFlowBackend(Backend[Any]):
     def _prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         from distributed.backends._keras.models import batch_dependent, check_model
         from distributed.backends._tensorflow import models, optim
-        from distributed.backends._tensorflow.objective import Objective
+        from distributed.backends._tensorflow.objective import TensorFlowObjective
         from distributed.backends._tensorflow.results import Results
         from distributed.backends._tensorflow.saving import Saved
         from distributed.backends._tensorflow.step import Step
+        from distributed.backends.weights import start_from
 
         notices: list[str] = []
         self._original_model = job.model
@@ -170,7 +173,7 @@ class TensorFlowBackend(Backend[Any]):
         self.measured = self._results.measured
         if before is not None:
             self.measured.form = before.measured.form
-        self.objective = Objective(
+        self.objective = TensorFlowObjective(
             self.model, job.loss_fn, job.training_step, job.metrics, self.measured, self._notice, self.config.dtype
         )
         source = job.model if hasattr(job.model, "compiled") else self.model  # a factory may return a compiled model
@@ -179,9 +182,15 @@ class TensorFlowBackend(Backend[Any]):
             models.build(self.model, self.cast(self._train_data.example()), self.objective.predict)
             check_model(self.model)
             models.check_model(self.model, self.data_parallel_size)
+        if job.init_from is not None:
+            timeout_s = self.config.timeout_s
+            start_from(job.init_from, self.model, self.world, timeout_s, notice=notices.append, warn=self._warn)
+        if self._train_data is not None or job.init_from is not None:
             self.world.copy_from_main([variable.value for variable in self.model.variables])
+        if self._train_data is not None:
             optimizer = optim.build_optimizer(job.optimizer, job.scheduler, self.model, source, self.merged)
-            self._rates = optim.Rates(optimizer, self.merged, batch, notices.append)
+            curve = job.scheduler if isinstance(job.scheduler, RateCurve) else None
+            self._rates = optim.Rates(optimizer, self.merged, batch, notices.append, curve)
             self.has_schedule = self._rates.has_schedule
         self.optimizer = self.users_optimizer = optimizer
         rates = self._rates if optimizer is not None else None
@@ -245,9 +254,10 @@ class TensorFlowBackend(Backend[Any]):
         last = update_batch.micro_batches[-1]
         for number, micro in enumerate(update_batch.micro_batches):
             batch = self.cast(micro.batch)
-            pending = self.steps.forward_backward(
-                batch, micro.num_samples, update_batch.num_samples, pending, micro is last
-            )
+            with self.logged.refusing(IN_GRAPH):
+                pending = self.steps.forward_backward(
+                    batch, micro.num_samples, update_batch.num_samples, pending, micro is last
+                )
             self._results.keep(deferred, pending.calls, (update_batch.position, number))
         assert pending is not None
         result = self._results.of_training(pending.sums, update_batch.num_samples, deferred)
@@ -275,7 +285,8 @@ class TensorFlowBackend(Backend[Any]):
     def eval_step(self, micro: MicroBatch) -> StepResult:
         self._enter_evaluation()
         assert self._results is not None
-        sums, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
+        with self.logged.refusing(IN_GRAPH):
+            sums, calls = self.steps.evaluate(self.cast(micro.batch), micro.num_samples)
         return self._results.of_evaluation(sums, micro.num_samples, calls)
 
     def predict_step(self, micro: MicroBatch) -> Any:
@@ -308,8 +319,8 @@ class TensorFlowBackend(Backend[Any]):
     def learning_rates(self) -> list[float]:
         return [self._rates.at(self._step)]
 
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Do nothing, as Keras' schedules count updates."""
+    def step_schedule(self, metrics: Mapping[str, float] | None, *, is_epoch_end: bool) -> None:
+        """Do nothing, because Keras's schedules count updates."""
 
     def save(self, directory: Path) -> dict[str, Any]:
         extra = self._saved.save(directory, self._step)
@@ -336,15 +347,16 @@ class TensorFlowBackend(Backend[Any]):
         give_back(self.model, self._original_model)
 
     def rewrap(self) -> None:
-        """Do nothing, as nothing is around the model."""
+        """Do nothing, because the model is not wrapped."""
 
     def teardown(self) -> None:
-        """Do nothing. TensorFlow cannot leave its cluster before the process ends."""
+        """Do nothing, because TensorFlow 2.21 cannot leave its cluster before the process ends."""
 
     # ------------------------------------------------------------------ small things
 
     def cast(self, batch: Any) -> Any:
-        """Return `batch` with its floating arrays in the element type of the run, as Keras casts arrays."""
+        """Return `batch` with its floating arrays in the element type of the run. Keras casts arrays in the same
+        way."""
         import numpy
         import tensorflow as tf
 

@@ -26,6 +26,7 @@ from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, Updat
 if TYPE_CHECKING:
     from distributed.backends._torch.averages import Averages
     from distributed.backends._torch.passes import Passes
+    from distributed.backends._torch.several_update import SeveralUpdate
     from distributed.backends._torch.update import Update
     from distributed.backends._torch.world import TorchWorld
     from distributed.backends.measured import Measured
@@ -36,6 +37,13 @@ PROCESS_GROUPS: Refusals = {
     "communication_backend=nccl": (
         If("on CPUs", lambda own: own.plan.device == "cpu", "set communication_backend='gloo'"),
     ),
+}
+
+
+# For engines that split parameters over the ranks. torch's Adafactor (2.13) fails on them, and its Muon computes other numbers.
+OF_WHOLE_MATRICES: Refusals = {
+    "optimizer=adafactor": "it needs whole matrices, and each process has a shard: set optimizer='adamw', or use backend 'pytorch-ddp'",
+    "optimizer=muon": "it needs whole matrices, and each process has a shard: set optimizer='adamw', or use backend 'pytorch-ddp'",
 }
 
 
@@ -52,13 +60,14 @@ class TorchBackend(Backend[OptionsT]):
 
     Options: ClassVar[type[Any]] = NoOptions
     refuses: ClassVar[Refusals] = PROCESS_GROUPS
-    refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine; empty where they do
+    refuses_callbacks: ClassVar[Refusals] = {}
+    refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine; empty if they do
     other_keras: ClassVar[str] = "choose another backend"  # advice for Keras models on another engine than torch
     world: TorchWorld
     observer: TorchObserver
     measured: Measured
     passes: Passes
-    update: Update
+    update: Update | SeveralUpdate
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -127,25 +136,32 @@ class TorchBackend(Backend[OptionsT]):
         return self.generators.inside()
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
+        from distributed.backends._torch.averaged_weights import AveragedTensors
         from distributed.backends._torch.kind_of_model import kind_of
 
         notices: list[str] = []
+        if job.names:
+            self.wrapper = self._wrapper_of_several()
         self.plain = self.wrapper.build(job.model)
         self.kind = kind_of(self.plain, self.context)
         self._check_model(self.kind.model, here=True)
+        self.kind.take(job)
         self.kind.finish(self._example, self.device, self.config)
         self.model = self.kind.model
+        if job.init_from is not None:
+            self._start_from(job.init_from, notices.append)
         if self.config.activation_checkpointing:
             count = self.kind.checkpoint_activations()
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
         self.wrapped = self.wrapper.wrap(self.plain)
         self._is_new_wrapper = True
+        self.averaged_weights = AveragedTensors(self)
         if self.config.compile:
             from distributed.backends._torch import compile_cache
 
             compile_cache.secure(self._warn)
             self.wrapper.compile()
-        self.precision = self.wrapper.make_precision()
+        self.precision = self.kind.precision(self.wrapper.make_precision)
         self._prepare_update(job, batch, notices.append)
         self._prepare_losses(job)
         if self.mixed_precision != "no":
@@ -162,6 +178,16 @@ class TorchBackend(Backend[OptionsT]):
         self._seed_generators()
         return notices
 
+    def _wrapper_of_several(self) -> Wrapper:
+        """Return the wrapper for several models."""
+        return self.wrapper
+
+    def _start_from(self, source: str, notice: Callable[[str], None]) -> None:
+        """Load the first weights on the main process, from which `wrap` gives them to all ranks. A collective."""
+        from distributed.backends.weights import start_from
+
+        start_from(source, self.model, self.world, self.config.timeout_s, notice=notice, warn=self._warn)
+
     def _example(self) -> Any:
         """Return a batch of the first data, for a model that needs one to be built. The random generators stay unchanged."""
         if self._first_data is None:
@@ -176,13 +202,12 @@ class TorchBackend(Backend[OptionsT]):
     def _prepare_update(self, job: Job, batch: BatchPlan, notice: Callable[[str], None]) -> None:
         """Build the optimizer, then the schedule, then the object that makes updates with them."""
         from distributed.backends._torch import optim
-        from distributed.backends._torch.schedule import Schedule
 
         self.optimizer = self.kind.optimizer(self.wrapper.bind(job.optimizer), job.scheduler, self.merged, notice)
         # An optimizer of Keras is wrapped in one of torch.
         self.users_optimizer = getattr(self.optimizer, "keras", self.optimizer)
         scheduler = self.kind.scheduler(job, self.optimizer, self.merged, batch, notice)
-        schedule = Schedule(scheduler, self.optimizer, self.merged)
+        schedule = self.kind.schedule(scheduler, self.optimizer, self.merged)
         self.has_schedule = schedule.counts
         if text := schedule.notice():
             notice(text)
@@ -194,13 +219,12 @@ class TorchBackend(Backend[OptionsT]):
         """Build the objects that compute losses and metrics from batches."""
         from distributed.backends._torch.averages import Averages
         from distributed.backends._torch.over_all import ENGINE
-        from distributed.backends._torch.passes import Passes
         from distributed.backends.over_all import Wholes
 
-        if isinstance(job.loss_fn, self.torch.nn.Module):  # it may have tensors, such as class weights
+        if isinstance(job.loss_fn, self.torch.nn.Module):  # a loss may have tensors, such as class weights
             job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
         objective = self.kind.objective(job, self._notice)
-        self.passes = Passes(self, objective)
+        self.passes = self.kind.passes(self, objective)
         options: DataOptions = self.config.options("data")
         wholes = Wholes(
             ENGINE, self.world, is_presharded=options.presharded, warn=self._warn,
@@ -231,9 +255,7 @@ class TorchBackend(Backend[OptionsT]):
     # ------------------------------------------------------------------ training
 
     def train_step(self, update_batch: UpdateBatch) -> StepResult:
-        if self._is_training is not True:
-            self.wrapped.train()
-            self._is_training = True
+        self.enter_training()
         if not self.passes.is_settled:
             self.passes.settle(update_batch.micro_batches[0].batch)
         if self._is_new_wrapper:
@@ -249,25 +271,33 @@ class TorchBackend(Backend[OptionsT]):
         self.update.finish(update_batch, losses, result)
         return result
 
+    def enter_training(self) -> None:
+        """Put the model into training mode."""
+        if self._is_training is not True:
+            self.wrapped.train()
+            self._is_training = True
+
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
-        self.update.look_back()  # before anything is logged, measured or saved
+        self.update.look_back()  # check the last update before anything is logged, measured or saved
         assert self._averages is not None
         return self._averages.collect(results, self.world.gather)
 
     def learning_rates(self) -> list[float]:
         return self.update.rates()
 
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        self.update.schedule.end_epoch(metrics)
+    def step_schedule(self, metrics: Mapping[str, float] | None, *, is_epoch_end: bool) -> None:
+        self.update.schedule.step_outside(metrics, is_epoch_end=is_epoch_end)
 
     # ------------------------------------------------------------------ evaluation
 
     def eval_step(self, micro: MicroBatch) -> StepResult:
         assert self._averages is not None
         with self._evaluating():
+            self.logged.num_samples = micro.num_samples
             with self.precision.autocast():
-                # The unwrapped model broadcasts no buffers.
+                # Evaluate the unwrapped model, because a wrapper may broadcast buffers.
                 loss = self.passes.objective(self.plain, self.passes.move(micro.batch))
+            self.logged.num_samples = None
             return self._averages.of_evaluation(micro, loss)
 
     def predict_step(self, micro: MicroBatch) -> Any:
@@ -322,11 +352,12 @@ class TorchBackend(Backend[OptionsT]):
         return checkpoint.take_weights(model, directory, self.config)
 
     def unwrap(self) -> None:
-        # torch 2.13 with gloo aborts at exit in 1 process of 8 while a DDP wrapper with its reducer's threads is alive.
+        # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter):
+        # with gloo, 1 process of 8 aborts at exit while a DDP wrapper with its reducer's threads is alive.
         self.wrapper.release()
         self.wrapped = self.plain
         self._is_training = None
-        if hasattr(self, "update"):  # `prepare` may have failed before it
+        if hasattr(self, "update"):  # unset if `prepare` failed before
             self.update.forget()
         gc.collect()
 

@@ -61,6 +61,7 @@ def from_bytes(data: bytes) -> Any:
 
 
 def _described(value: Any, buffers: list[bytes]) -> Any:
+    """Return `value` in the form that JSON can hold. The bytes of arrays are appended to `buffers`."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -94,7 +95,7 @@ def _described_array(value: Any, buffers: list[bytes]) -> Any:
     if value.dtype.fields is not None:
         raise _not_sendable(value)
     name = "scalar" if isinstance(value, numpy.generic) else "array"
-    # `dtype.str` is void for types of other libraries, such as bfloat16 of ml_dtypes; `dtype.name` identifies them.
+    # Types of other libraries, such as ml_dtypes' bfloat16, have no `dtype.str` that identifies them. Use `dtype.name`.
     kind = value.dtype.name if value.dtype.kind == "V" else value.dtype.str
     return [name, kind, list(value.shape), _kept(value.tobytes(), buffers)]
 
@@ -168,7 +169,8 @@ def _restored_tensor(buffers: list[bytes], dtype: str, shape: list[int], index: 
     import torch
 
     kind = getattr(torch, dtype)
-    # Quantized tensors are refused because they have parts besides their elements. A type is written under the name that `str` returns.
+    # Accept only names that `str` returns for a type. Quantized types are refused, because their tensors have more
+    # parts than their elements.
     if not isinstance(kind, torch.dtype) or str(kind) != f"torch.{dtype}" or dtype.startswith(("qint", "quint")):
         raise ValueError(f"{dtype} is not an element type")
     if not buffers[index]:
@@ -188,7 +190,7 @@ def _restored_sequence(buffers: list[bytes], module: str, name: str, items: list
 
 
 def _restored_mapping(buffers: list[bytes], module: str, name: str, pairs: list[Any]) -> Any:
-    """Restore a mapping. One that is neither a dict nor a UserDict becomes a dict."""
+    """Restore a mapping. A mapping that is neither a dict nor a UserDict becomes a dict."""
     kind, held = _class(module, name), _restored_dict(buffers, pairs)
     if issubclass(kind, collections.UserDict):
         made = object.__new__(kind)
@@ -200,7 +202,7 @@ def _restored_mapping(buffers: list[bytes], module: str, name: str, pairs: list[
     made = base.__new__(kind)
     for key, value in held.items():
         base.__setitem__(made, key, value)
-    if dataclasses.is_dataclass(kind):  # in outputs of Hugging Face models each item is an attribute too
+    if dataclasses.is_dataclass(kind):  # outputs of Hugging Face models have each item as an attribute too
         for field in dataclasses.fields(kind):
             object.__setattr__(made, field.name, held.get(field.name))
     return made
@@ -217,7 +219,7 @@ def _restored_fields(buffers: list[bytes], module: str, name: str, pairs: list[A
 
 
 def _is_found(kind: type) -> bool:
-    """Return whether the other ranks can find the class `kind` by its name. They cannot if it was defined in a function."""
+    """Return whether other ranks can find the class `kind` by its name. They cannot if it was defined in a function."""
     try:
         return _class(kind.__module__, kind.__qualname__) is kind
     except (KeyError, ValueError):
@@ -225,7 +227,8 @@ def _is_found(kind: type) -> bool:
 
 
 def _class(module: str, name: str) -> Any:
-    """Return the class `name` of `module`, which must be loaded: a message must not cause an import."""
+    """Return the class `name` of `module`. The module must be loaded already, because a message must not cause an
+    import."""
     found: Any = sys.modules[module]
     for part in name.split("."):
         found = found.__dict__[part]

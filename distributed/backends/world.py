@@ -49,7 +49,7 @@ class World(abc.ABC):
     def key_value_store(self) -> Any:
         """Return a store that all ranks share, with `set`, `get`, `check` and `compare_set`, or None in a world of one.
 
-        No collective.
+        Not a collective.
         """
 
 

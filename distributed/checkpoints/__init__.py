@@ -1,1 +1,1 @@
-"""The files of a checkpoint: format, digests, crash-safe writing and agreement between ranks. Tensors come from `backends`."""
+"""Files of a checkpoint: format, digests, crash-safe writing, agreement between ranks; an engine's tensors belong in `backends`."""

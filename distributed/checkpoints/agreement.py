@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from distributed.checkpoints.turns import Turns
-from distributed.errors import CheckpointError, ConfigError, DistributedError, TrainingError
+from distributed.errors import CheckpointError, ConfigError, DistributedError, ResourceError, TrainingError
 from distributed.state import WorkerContext
 
 T = TypeVar("T")
@@ -16,7 +16,7 @@ Key = TypeVar("Key")
 
 
 class Ranks(Protocol):
-    """Collectives of the processes that train together, as far as agreement needs them: a part of `distributed.backends.world.World`."""
+    """The collectives that agreement needs, a part of `distributed.backends.world.World`."""
 
     context: WorkerContext
 
@@ -38,6 +38,7 @@ _KINDS: dict[str, type[OSError | DistributedError]] = {
     "disk": OSError,
     "checkpoint": CheckpointError,
     "config": ConfigError,
+    "resource": ResourceError,
     "training": TrainingError,
 }
 
@@ -92,6 +93,35 @@ class Agreement:
         if votes["failed"]:
             self._raise_together(error, is_cause=refused if votes["refused"] else error is not None)
         return value
+
+    @contextlib.contextmanager
+    def first(self, is_first: bool, what: str) -> Iterator[None]:
+        """Run the block on the ranks with `is_first`, and on the others when these have finished. Every rank must enter it.
+
+        If the block raises any Exception on a rank that is first, that rank raises it, and the ranks that have waited raise
+        TrainingError, which names the rank and `what`. Their block does not run.
+        """
+        error: Exception | None = None
+        with self._turn(everybody=True):
+            if is_first:
+                try:
+                    yield
+                except BaseException as raised:
+                    if not isinstance(raised, Exception):  # the process is to end, and its launcher ends the others
+                        raise
+                    error = raised
+        if self.world.reduce({"failed": float(error is not None)})["failed"]:
+            answers = [self._answer(error, rank, what) for rank in range(self.context.world_size)]
+            first = next(each for each in answers if each is not None)
+            raise error if error is not None else _rebuild(*first)
+        if not is_first:
+            yield
+
+    def _answer(self, error: Exception | None, rank: int, what: str) -> tuple[dict[str, Any], int] | None:
+        """Return the failure of `rank` and its rank, or None if it has not failed. A collective."""
+        text = None if error is None else f"{what} failed with {type(error).__name__}: {error}"
+        text = self.world.broadcast(text, src=rank)
+        return None if text is None else ({"kind": "training", "message": text}, rank)
 
     def _turn(self, *, everybody: bool) -> contextlib.AbstractContextManager[None]:
         store = self.world.key_value_store()

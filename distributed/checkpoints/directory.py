@@ -76,20 +76,17 @@ class CheckpointDirectory:
         if old.exists():
             _discard(old)
 
-    def prune(self, keep_latest_k: int, keep_best: bool) -> None:
-        """Delete all checkpoints except the newest `keep_latest_k` and, with `keep_best`, the best one.
+    def prune(self, keep_latest_k: int, keep_best: bool, busy: str = "") -> None:
+        """Delete all checkpoints except the newest `keep_latest_k`, with `keep_best` the best one, and that named `busy`.
 
-        Checks the manifest and file sizes only, because the newest checkpoint was digested a moment ago. Damaged
+        Check only the manifests and file sizes, because the newest checkpoint was digested a moment ago. Damaged
         checkpoints do not count and are left for `newest_verified` to set aside.
         """
         try:
             infos = [info for info in list_checkpoints(self.path) if not info.problem]
-            kept = infos[-keep_latest_k:]
-            best = best_of(infos)
-            if keep_best and best is not None:
-                kept = [*kept, best]
+            keep = kept(infos, keep_latest_k, keep_best)
             for info in infos:
-                if info not in kept:
+                if info not in keep and info.path.name != busy:
                     _discard(info.path)
         except OSError as error:
             self._warn(f"old checkpoints in {self.path} could not be removed: {error.strerror}")
@@ -120,9 +117,10 @@ class CheckpointDirectory:
         return None
 
     def bytes_needed(self, target: Path) -> int:
-        """Return the bytes that a save needs: the larger of the newest checkpoint and what the failed save had begun.
+        """Return the bytes that a save needs: the size of the newest checkpoint or of the failed save, whichever is
+        larger.
 
-        Files get their full length before they are written, so an unfinished stage counts in full.
+        Files get their full length before they are written, so an unfinished file of the failed save counts in full.
         """
         manifests = self._manifests()
         needed = manifests[-1].total_bytes if manifests else 0
@@ -163,6 +161,12 @@ class CheckpointDirectory:
                 else:
                     path.rename(target)
         self._is_tidy = True
+
+
+def kept(infos: list[CheckpointInfo], keep_latest_k: int, keep_best: bool) -> list[CheckpointInfo]:
+    """Return those of the sound checkpoints `infos`, oldest first, that retention keeps."""
+    best = best_of(infos) if keep_best else None
+    return [*infos[-keep_latest_k:], *([best] if best is not None else [])]
 
 
 def open_verified(path: Path) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES = 1 << 20
-_WRITE_BYTES = 16 << 20  # per system call, so that a signal handler does not wait until gigabytes are written
+_WRITE_BYTES = 16 << 20  # bytes per system call, so that a signal handler does not wait until gigabytes are written
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:

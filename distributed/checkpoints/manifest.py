@@ -16,6 +16,7 @@ from typing import Any
 import xxhash
 
 from distributed.checkpoints.tensor_file import check_header
+from distributed.config.addresses import check_library, is_address
 from distributed.errors import CheckpointError
 
 FORMAT = 1
@@ -40,12 +41,12 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Table of contents of a checkpoint. It is written last: a directory without a manifest is not a checkpoint."""
+    """Table of contents of a checkpoint. It is written last, so a directory without a manifest is not a checkpoint."""
 
     step: int
     epoch: int
     samples_seen: int
-    samples_in_epoch: int  # the data cursor: global samples of the current epoch already used
+    samples_in_epoch: int  # the data cursor: number of global samples of the current epoch that were used
     backend: str
     world_size: int
     sequence: int  # number of the save in its directory; a later save has a higher one, even at an earlier step
@@ -78,7 +79,7 @@ class CheckpointInfo:
 
     path: Path
     step: int
-    manifest: Manifest | None  # None: the manifest is missing or damaged
+    manifest: Manifest | None  # None if the manifest is missing or damaged
     problem: str = ""  # why names or sizes of the files do not match the manifest; "" if they do
     is_best: bool = False
 
@@ -98,11 +99,16 @@ def step_name(step: int) -> str:
 
 def file_digest(path: Path) -> str:
     """Return the xxh3_128 digest of a file in hex. It detects accidental damage, not forgery."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
+        return stream_digest(file)
+
+
+def stream_digest(stream: Any) -> str:
+    """Return the digest as `file_digest` does, of an open binary file."""
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
+    while count := stream.readinto(block):
+        digest.update(block[:count])
     return digest.hexdigest()
 
 
@@ -153,7 +159,14 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises CheckpointError if it is missing or damaged.
     """
-    raw = read_small(path, MANIFEST, _MAX_MANIFEST_BYTES)
+    return manifest_of(path, read_small(path, MANIFEST, _MAX_MANIFEST_BYTES))
+
+
+def manifest_of(path: Path | str, raw: bytes) -> Manifest:
+    """Return the manifest in `raw` after checking its own digest. `path` is the checkpoint, for messages.
+
+    Raises CheckpointError if it is damaged.
+    """
     body, seal, tail = raw.rpartition(_SEAL)
     if not seal or tail != xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n':
         raise _damaged(path, MANIFEST, "does not have the content that was saved (digest differs)")
@@ -186,7 +199,7 @@ def read_small(path: Path, name: str, limit: int) -> bytes:
         raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
 
 
-def parse_json(path: Path, name: str, raw: bytes) -> Any:
+def parse_json(path: Path | str, name: str, raw: bytes) -> Any:
     """Return the JSON in `raw`, the content of the file `name` of a checkpoint.
 
     Raises CheckpointError with that name if it is not JSON or nested too deeply.
@@ -252,7 +265,13 @@ def resolve(path: Path) -> Path:
 
 
 def check_source(source: str) -> None:
-    """Raise CheckpointError unless `source`, the value of `resume_from_checkpoint`, is sound by names and sizes."""
+    """Raise CheckpointError unless `source`, the value of `resume_from_checkpoint`, is sound by names and sizes.
+
+    Of an address only the form and the library for it are checked. Raises ConfigError and ResourceError for these.
+    """
+    if is_address(source):
+        check_library("resume_from_checkpoint", source)
+        return
     try:
         inspect(resolve(Path(source)))
     except CheckpointError as error:
@@ -285,7 +304,7 @@ def _walk(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
                 raise _damaged(path, name, "is a link or a device, not a regular file")
 
 
-def _manifest(path: Path, content: dict[str, Any]) -> Manifest:
+def _manifest(path: Path | str, content: dict[str, Any]) -> Manifest:
     """Return the Manifest in parsed JSON. Checks the type of every field, because the file is not trusted."""
     files = content.get("files")
     if not isinstance(files, dict):
@@ -310,11 +329,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 
 
-def _check_name(path: Path, name: str) -> None:
+def _check_name(path: Path | str, name: str) -> None:
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
         raise _damaged(path, MANIFEST, f"names the file {name!r}, which may lie outside the checkpoint")
 
 
-def _damaged(path: Path, name: str, reason: str) -> CheckpointError:
+def _damaged(path: Path | str, name: str, reason: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path}: {name} {reason}")

@@ -20,8 +20,9 @@ from distributed.checkpoints.tensor_file import ITEM_BYTES, RawTensor, read_raw
 from distributed.errors import CheckpointError
 
 OFFSETS = "DCP_SHARDING_INFO"
+AVERAGED = "averaged"  # directory of a checkpoint for averaged weights, with the files of a model
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # (first index, shape)
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # (index of the first element, shape)
 
 
 @dataclass(frozen=True)
@@ -70,23 +71,36 @@ def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, st
     Aliases map other names of tied tensors to stored names. Raises CheckpointError with the file that is damaged, or
     the tensor whose pieces do not fit together.
     """
+    return read_files(sorted(directory.glob("*.safetensors")), directory)
+
+
+def read_files(files: Iterable[Path], where: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Return (tensors by name, aliases) of safetensors files, as `read_tensors` does. Errors about pieces name `where`."""
     pieces: dict[str, list[tuple[tuple[int, ...], RawTensor]]] = {}
     aliases: dict[str, str] = {}
-    for file in sorted(directory.glob("*.safetensors")):
+    for file in files:
         tensors, metadata = read_raw(file)
         starts = _table(metadata, OFFSETS, file)
         aliases |= {name: str(owner) for name, owner in _table(metadata, "aliases", file).items()}
         for raw in tensors:
             pieces.setdefault(raw.name, []).append((_start(starts.get(raw.name), raw, file), raw))
-    return {name: _joined(name, parts, directory) for name, parts in pieces.items()}, aliases
+    return {name: _joined(name, parts, where) for name, parts in pieces.items()}, aliases
+
+
+def weights_in(path: Path) -> Path:
+    """Return the directory below the checkpoint `path` whose `model/` has the weights for use: averaged ones, if there are any."""
+    averaged = path / AVERAGED
+    return averaged if averaged.is_dir() else path
 
 
 def read_weights(path: Path) -> list[RawTensor]:
     """Return the model's tensors of the checkpoint `path`, whole, with all aliases. The bytes are not converted.
 
+    They are the averaged ones, if the checkpoint has any.
+
     Raises CheckpointError if it holds none.
     """
-    stored, aliases = read_tensors(path / "model")
+    stored, aliases = read_tensors(weights_in(path) / "model")
     for alias, owner in aliases.items():
         if owner not in stored:
             raise CheckpointError(f"{path}: {alias} is tied to {owner}, which is not there")

@@ -15,31 +15,37 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distributed.checkpoints.agreement import Agreement, Ranks
+from distributed.checkpoints.copies import Copies
 from distributed.checkpoints.directory import CheckpointDirectory, open_verified, stage_of
 from distributed.checkpoints.durable import size_text, sync, write_file
 from distributed.checkpoints.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
+    NewerFormatError,
     file_digest,
     read_manifest,
     step_name,
     verify,
 )
+from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
+from distributed.checkpoints.objects import Objects, unusable
 from distributed.checkpoints.state_file import identity, read_state, write_state
+from distributed.config.addresses import check_address, is_address
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
 from distributed.errors import CheckpointError, TrainingError
-from distributed.state import TrainState, WorkerContext
+from distributed.state import OnEvent, TrainState, WorkerContext
 
 __all__ = ["CheckpointStore", "read_state"]
 
-MAX_MISSES = 3  # training stops after so many failed saves in a row
+_OPENED = ".opened"  # directory beside the checkpoints for one that was downloaded to start from
+MAX_MISSES = 3  # number of failed saves in a row after which training stops
 
 
 class Stored(Protocol):
-    """An adapter whose state is stored. It writes and reads its own part of a checkpoint."""
+    """Protocol of an adapter whose state is stored. The adapter writes and reads its own part of a checkpoint."""
 
     plan: ProcessPlan
     config: DistributedConfig
@@ -49,7 +55,8 @@ class Stored(Protocol):
         """The processes that write and read together."""
 
     def save(self, directory: Path, /) -> dict[str, Any]:
-        """Write tensors into the staged checkpoint `directory`. Return the rest, JSON-able; that of rank 0 is kept."""
+        """Write tensors into the staged checkpoint `directory`. Return the rest of the state, JSON-able. Only rank 0's
+        is stored."""
 
     def load(self, directory: Path, state: Mapping[str, Any], /) -> None:
         """Load what `save` wrote into `directory`. `state` is what `save` returned on rank 0."""
@@ -70,7 +77,12 @@ class CheckpointStore:
         monitor: the name of the metric that decides which one is best.
         monitor_mode: "min" or "max".
         context: the ranks and the device of this process.
-        report: called on the main process with events such as `{"kind": "warning", "message": ...}`.
+        on_event: called on the main process with events such as `{"kind": "warning", "message": ...}`.
+        objects: object storage to which the checkpoints are copied, or None.
+        on_upload: called on the main process, from a thread, when a checkpoint has arrived there.
+        copy_run: called likewise before a checkpoint becomes visible there, and when none is left to upload. It may raise OSError.
+        is_restart: whether an earlier attempt of the same launch has used these checkpoints. `find` then uses the newest one of
+            this machine if the storage cannot be read.
     """
 
     def __init__(
@@ -83,13 +95,25 @@ class CheckpointStore:
         monitor: str,
         monitor_mode: str,
         context: WorkerContext,
-        report: Callable[[dict[str, Any]], None],
+        on_event: OnEvent,
+        objects: Objects | None = None,
+        on_upload: Callable[[Upload], None] = lambda upload: None,
+        copy_run: Callable[[], None] = lambda: None,
+        is_restart: bool = False,
     ) -> None:
-        self.directory, self.backend, self.context, self.report = directory, backend, context, report
+        self.directory, self.backend, self.context, self.on_event = directory, backend, context, on_event
         self.keep_latest_k, self.keep_best = keep_latest_k, keep_best
         self.monitor, self.monitor_mode = monitor, monitor_mode
         self._agreement = Agreement(backend.world, backend.config.timeout_s)
-        self._files = CheckpointDirectory(directory, lambda text: report({"kind": "warning", "message": text}))
+        self._copies = Copies(directory, self._agreement)
+        self._files = CheckpointDirectory(directory, self._warn)
+        self._mirror: Mirror | None = None  # on the main process
+        if objects is not None and context.is_main_process:
+            self._mirror = Mirror(
+                objects, self._files, keep_latest_k=keep_latest_k, keep_best=keep_best, warn=self._warn,
+                on_upload=on_upload, copy_run=copy_run,
+            )  # fmt: skip
+        self._is_restart = is_restart
         self._misses = 0
         self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
 
@@ -117,26 +141,64 @@ class CheckpointStore:
         finally:
             if self.context.is_main_process:
                 shutil.rmtree(stage_of(target), ignore_errors=True)
+            self._copies.clear(stage_of(target))
         self._misses = 0
         return target
+
+    def is_shared(self) -> bool:
+        """Return whether all ranks see the directory of the main process. Every rank must call it."""
+        return not self._copies.away()
+
+    def deliver(self, path: Path) -> Path:
+        """Give the checkpoint `path` to the nodes that do not share the directory. Return the path at which this rank sees it.
+
+        Every rank must call it.
+        """
+        return self._copies.deliver(path)
 
     def find(self) -> Path | None:
         """Return the newest checkpoint of the directory that verifies, or None, on every rank. Every rank must call it.
 
         Damaged checkpoints that are newer are set aside as `damaged-step-...`, each with one warning. Remains of a
         killed save are removed, so no other run may be writing to this directory. Raises CheckpointError if only
-        damaged checkpoints are left.
+        damaged checkpoints are left, ResourceError if object storage, which may have a newer one, does not answer.
         """
-        name = self._agreement.on_main(self._files.newest_verified)
+        name = self._agreement.on_main(self._newest)
         return None if name is None else self.directory / name
+
+    def stored_elsewhere(self) -> bool:
+        """Return whether object storage has checkpoints, damaged ones included. No collective; to be called on the main process."""
+        try:
+            return self._mirror is not None and bool(self._mirror.stored())
+        except OSError as error:
+            assert self._mirror is not None
+            raise unusable(f"{self._mirror.address} cannot be read: {error}", error, CheckpointError) from None
+
+    def settle(self) -> None:
+        """Wait until object storage has all checkpoints that are kept, if there is one. Every rank must call it.
+
+        Raises TrainingError, on every rank, if this fails.
+        """
+        self._agreement.on_main(self._drain)
+
+    def finish_uploads(self) -> str:
+        """Wait until object storage has all checkpoints that are kept. Return "" or why this failed. No collective.
+
+        Does nothing on other ranks than the main process.
+        """
+        if self._mirror is None or not (problem := self._mirror.drain()):
+            return ""
+        return f"{UPLOAD_FAILED} {self._mirror.address}: {problem}; they are in {self.directory}: run again with --resume to upload them"
 
     def open(self, path: Path | str) -> Path:
         """Return the verified checkpoint that `path` means (of a run directory the newest), on every rank.
 
+        `path` may be an address. The main process then downloads the checkpoint. `load` removes it after loading.
+
         Every rank must call it. Raises CheckpointError if it is missing or damaged. Another checkpoint is never used in
         its place.
         """
-        return Path(self._agreement.on_main(lambda: str(open_verified(Path(path)))))
+        return Path(self._agreement.on_main(lambda: str(self._open(path))))
 
     def load(self, path: Path) -> TrainState:
         """Load the checkpoint `path`, from `find` or `open`, into the backend and return the training state.
@@ -144,16 +206,61 @@ class CheckpointStore:
         Every rank must call it. Raises CheckpointError, on every rank, if it belongs to another model or cannot be
         read.
         """
-        return self._agreement.on_all(lambda: self._load(path))
+        with self._copies.here(path) as here:
+            state = self._agreement.on_all(lambda: self._load(here))
+        if self.context.is_main_process and path.parent == (self.directory / _OPENED).absolute():
+            shutil.rmtree(path.parent, ignore_errors=True)
+        return state
 
     def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:
-        """Save on all ranks. OSError and TrainingError are raised on all ranks alike."""
+        """Save on all ranks. An OSError or a TrainingError of one rank is raised on all ranks."""
         if self._agreement.on_main(lambda: self._begin(target, state, best_value)):
+            if self._copies.away():  # an earlier attempt may have left files there
+                self._agreement.on_all(lambda: self._copies.clear(stage_of(target)))
             extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
+            self._copies.gather(stage_of(target))
             self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value))
 
+    def _warn(self, text: str) -> None:
+        self.on_event({"kind": "warning", "message": text})
+
+    def _newest(self) -> str | None:
+        """Return the name of the newest checkpoint, after downloading it if only object storage has it."""
+        if self._mirror is None:
+            return self._files.newest_verified()
+        here, damaged = None, None
+        try:
+            here = self._files.newest_verified()
+        except NewerFormatError:
+            raise
+        except CheckpointError as error:  # only damaged ones are left here
+            damaged = error
+        try:
+            found = self._mirror.fetch_newer(here)
+        except OSError as error:
+            text = f"{self._mirror.address} cannot be read: {error}"
+            if here is None or not self._is_restart:
+                raise unusable(text, error, CheckpointError) from None
+            self._warn(f"{text}; {here} of {self.directory} is used")
+            found = here
+        if found is None and damaged is not None:
+            raise damaged
+        self._mirror.notify()  # an earlier attempt may have ended before its uploads
+        return found
+
+    def _open(self, path: Path | str) -> Path:
+        if not is_address(path):
+            return open_verified(Path(path))
+        into = (self.directory / _OPENED).absolute()
+        shutil.rmtree(into, ignore_errors=True)
+        return fetch_newest(check_address("resume_from_checkpoint", path), into)
+
+    def _drain(self) -> None:
+        if problem := self.finish_uploads():
+            raise TrainingError(problem)
+
     def _begin(self, target: Path, state: TrainState, best_value: float | None) -> bool:
-        """Create the stage. Return False if this very state is stored already."""
+        """Create the stage. Return False if this state is already stored at `target`."""
         if self._current == (target, identity(state, best_value)):
             with contextlib.suppress(CheckpointError):
                 verify(target)
@@ -174,7 +281,12 @@ class CheckpointStore:
             sync(directory)
         self._files.put_in_place(target)
         self._current = (target, identity(state, best_value))
-        self._files.prune(self.keep_latest_k, self.keep_best)
+        if self._mirror is None:
+            self._files.prune(self.keep_latest_k, self.keep_best)
+            return
+        with self._mirror.pruning() as busy:
+            self._files.prune(self.keep_latest_k, self.keep_best, busy)
+        self._mirror.notify()
 
     def _manifest(
         self, state: TrainState, config: Mapping[str, Any], best_value: float | None, files: Mapping[str, FileRecord]
@@ -186,7 +298,7 @@ class CheckpointStore:
             samples_in_epoch=state.samples_in_epoch,
             backend=self.backend.plan.backend,
             world_size=self.context.world_size,
-            sequence=self._files.next_sequence(),
+            sequence=max(self._files.next_sequence(), self._mirror.next_sequence() if self._mirror is not None else 0),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             monitor=self.monitor,
             monitor_mode=self.monitor_mode,
@@ -197,13 +309,15 @@ class CheckpointStore:
         )
 
     def _missed(self, target: Path, error: OSError) -> None:
+        """Report a save that failed because of the disk. Raises TrainingError after `MAX_MISSES` failed saves in a
+        row."""
         self._misses += 1
         message = f"checkpoint {target} could not be saved: {error.strerror or error}"
         if self.context.is_main_process:
             needed, free = self._files.bytes_needed(target), self._files.bytes_free()
             message += f" (needs at least {size_text(needed)}, {size_text(free)} free)"
             text = f"{message}; training continues after failed save {self._misses} of {MAX_MISSES} in a row"
-            self.report({
+            self.on_event({
                 "kind": "warning", "message": text, "path": str(target), "cause": error.strerror or str(error),
                 "bytes_needed": needed, "bytes_free": free,
             })  # fmt: skip
@@ -228,7 +342,7 @@ def _seal_file(path: Path) -> FileRecord:
 def _versions() -> dict[str, str]:
     """Return the versions of the loaded libraries that affect what is stored."""
     versions = {"python": sys.version.split()[0], "distributed-trainer": _own_version()}
-    for name in sorted({"numpy", "safetensors", *(name for row in REGISTRY.values() for name in row.requires)}):
+    for name in sorted({"numpy", "safetensors", *(name for entry in REGISTRY.values() for name in entry.requires)}):
         if name in sys.modules:
             versions[name] = str(getattr(sys.modules[name], "__version__", "unknown"))
     return versions

@@ -22,6 +22,13 @@ ITEM_BYTES = {
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I8": 1, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 
+# Name of an element type in numpy -> in safetensors.
+WORDS = {
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
+    "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
+    "bool": "BOOL",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class RawTensor:
@@ -97,7 +104,8 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
     _validate(path)
     with path.open("rb") as file:
         content = json.loads(file.read(8 + length)[8:])
-        # ACCESS_COPY makes private writable pages: torch warns about buffers that are read-only.
+        # Workaround (torch 2.13, pytorch/pytorch#44027; may go when torch has read-only tensors): torch warns about read-only
+        # buffers. ACCESS_COPY makes the pages private and writable.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + length :]
     metadata = content.pop("__metadata__", {})
     return [_raw_tensor(name, entry, data, path) for name, entry in content.items()], metadata

@@ -16,10 +16,11 @@ _LONGEST_PAUSE_S = 0.05
 
 
 class Turns:
-    """Blocks of work that all ranks enter and leave together, however long they take.
+    """Blocks of work that all ranks enter and leave together, however long the work takes.
 
-    A working rank counts heartbeats in `store`, which all ranks share (see `Backend.key_value_store`). The ranks that
-    wait for it give up when it has sent no heartbeat for `timeout_s` seconds: its process hangs, or its machine does.
+    A working rank counts heartbeats in `store`, which all ranks share (see `World.key_value_store`). Ranks that wait
+    for a working rank give up when it has sent no heartbeat for `timeout_s` seconds, because its process or its machine
+    hangs.
     """
 
     def __init__(self, store: Any, context: WorkerContext, *, name: str, timeout_s: float) -> None:
@@ -36,7 +37,7 @@ class Turns:
         if is_main or everybody:
             with self._beating():
                 yield
-                if is_main and everybody:  # the others wait for the main process, so only it must wait for all
+                if is_main and everybody:  # other ranks wait for the main process, which therefore waits for all
                     self._wait_for(range(1, self._context.world_size))
         else:
             yield
@@ -59,7 +60,7 @@ class Turns:
     def _beat(self, ended: threading.Event) -> None:
         with contextlib.suppress(
             RuntimeError
-        ):  # the store's host is gone: the launcher ends this rank, or its next collective fails
+        ):  # the store's host has ended: the launcher ends this rank, or its next collective fails
             for beat in itertools.count(1):
                 if ended.wait(self._timeout_s / 4):
                     return
@@ -90,7 +91,8 @@ class Turns:
     def _watch(
         self, ranks: Sequence[int], signs: queue.SimpleQueue[int | RuntimeError | None], given_up: threading.Event
     ) -> None:
-        """Put a rank's number into `signs` for each of its heartbeats, and None when all turns are over."""
+        """Put a rank's number into `signs` for each of the rank's heartbeats, and None when the turns of all ranks are
+        over."""
         try:
             for rank in ranks:
                 seen, pause_s = None, 0.001
@@ -102,7 +104,7 @@ class Turns:
                         return
                     pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             signs.put(None)
-        except RuntimeError as error:  # the store's host is gone
+        except RuntimeError as error:  # the store's host has ended
             signs.put(error)
 
     def _look(self, rank: int) -> str:

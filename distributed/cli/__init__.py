@@ -1,1 +1,1 @@
-"""The command line, one file for each command, imported when that command is used. What a command does belongs to the rooms below."""
+"""The command line, one file for each command, imported when that command runs; what a command does belongs in the rooms below `cli`."""

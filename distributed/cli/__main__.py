@@ -1,4 +1,4 @@
-"""Entry point of `distributed VERB ...`, which is the same as `python -m distributed.cli VERB ...`."""
+"""Entry point of `distributed COMMAND ...`, which is the same as `python -m distributed.cli COMMAND ...`."""
 
 from __future__ import annotations
 
@@ -9,33 +9,35 @@ from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, nearest
 
-# verb -> (module, name of its typer app or command function, description for `--help`)
-VERBS = {
-    "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
-    "tune": ("distributed.cli.tune", "tune", "run a script many times with different values and keep the best"),
-    "backends": (
-        "distributed.cli.backends",
-        "backends",
-        "list the backends and show which setting works on which backend",
-    ),
-    "parity": (
-        "distributed.cli.parity",
-        "parity",
-        "run a script on every backend and compare the numbers",
-    ),
-    "report": ("distributed.cli.report", "report", "draw the curves of runs or of a sweep into one HTML file"),
-    "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
-    "mlflow-sync": (
-        "distributed.cli.mlflow_sync",
-        "mlflow_sync",
-        "send to MLflow the records that a run could not send",
-    ),
-    "doctor": ("distributed.cli.doctor", "doctor", "check what works on this machine and how to make the rest work"),
+# verb -> (module, name of its typer app or command function, description for `--help`), in groups
+GROUPS = {
+    "Begin": {
+        "init": ("distributed.cli.init", "init", "write a train.py and config.yaml that run as they are"),
+        "doctor": ("distributed.cli.doctor", "doctor", "check what works on this machine, and how to get the rest"),
+        "backends": ("distributed.cli.backends", "backends", "show which setting works on which backend"),
+    },
+    "Train": {
+        "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
+        "tune": ("distributed.cli.tune", "tune", "run a script with many different values and keep the best"),
+        "submit": ("distributed.cli.submit", "submit", "hand a run to SLURM, Kubernetes or Ray, follow or stop it"),
+        "parity": ("distributed.cli.parity", "parity", "run a script on every backend and compare the numbers"),
+    },
+    "See what ran": {
+        "runs": ("distributed.cli.runs", "runs", "list, filter, sort and delete runs"),
+        "status": ("distributed.cli.runs", "status", "show the state of a run and follow it to its end"),
+        "compare": ("distributed.cli.compare", "compare", "show several runs side by side in the terminal"),
+        "report": ("distributed.cli.report", "report", "draw the curves of runs or a search into an HTML file"),
+        "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
+        "export": ("distributed.cli.export", "export", "write the model of a run in a format of others"),
+        "mlflow-sync": ("distributed.cli.mlflow_sync", "mlflow_sync", "send to MLflow what a run could not send"),
+    },
 }
+VERBS = {verb: entry for group in GROUPS.values() for verb, entry in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run one command and exit the process with code 0, 1, 2, 3, 130 or 143, as DESIGN defines them."""
+    """Run one command and exit the process: with 0 after success, with the `exit_code` of a `DistributedError`, with
+    130 after Ctrl-C and with 143 after SIGTERM."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         code = run(arguments)
@@ -61,7 +63,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{verb!r} is {what}{nearest(verb, VERBS)}: choose one of {', '.join(VERBS)}")
     module, name, _ = VERBS[verb]
     command = getattr(importlib.import_module(module), name)
-    if verb in ("train", "tune"):  # these two commands parse their own flags
+    if verb in ("train", "tune", "submit"):  # these commands parse their own flags
         return int(command(arguments[1:]))
     return _run_typer(command, verb, arguments[1:])
 
@@ -73,8 +75,10 @@ def _run_typer(command: Any, verb: str, arguments: Sequence[str]) -> int:
     exceptions = _click_exceptions()
     app = command
     if not isinstance(command, typer.Typer):
+        from distributed.cli.typer_help import Command
+
         app = typer.Typer(add_completion=False)
-        app.command()(command)
+        app.command(cls=Command)(command)
     program = f"distributed {verb}"
     try:
         code = app(args=list(arguments), prog_name=program, standalone_mode=False)
@@ -89,8 +93,8 @@ def _run_typer(command: Any, verb: str, arguments: Sequence[str]) -> int:
 
 
 def _click_exceptions() -> Any:
-    """Return the exceptions of the click that typer uses: a vendored copy in newer versions of typer, the library in
-    older ones."""
+    """Return click's module of exceptions that typer uses: a vendored copy in newer versions of typer, the click
+    library in older ones."""
     try:
         return importlib.import_module("typer._click.exceptions")
     except ModuleNotFoundError:
@@ -102,9 +106,14 @@ def _one_line(message: str) -> str:
 
 
 def _usage() -> str:
-    width = max(map(len, VERBS))
-    lines = [f"  {verb:<{width}}  {text}" for verb, (_, _, text) in VERBS.items()]
-    return "\n".join(["usage: distributed VERB ...   ('distributed VERB --help' explains a command)", "", *lines, ""])
+    from distributed.cli.examples import examples_text
+    from distributed.cli.help import sections_text
+
+    sections = sections_text(
+        (title, [(verb, text) for verb, (_, _, text) in group.items()]) for title, group in GROUPS.items()
+    )
+    about = "Train on any number of processes. 'distributed COMMAND --help' says more."
+    return "\n".join(["usage: distributed COMMAND ...", "", about, "", sections, examples_text("")])
 
 
 def _version() -> str:

@@ -18,7 +18,7 @@ from distributed.backends.capabilities import (
     table,
     to_json,
 )
-from distributed.config.registry import backend_row
+from distributed.config.registry import backend_entry
 
 _WIDTH = 80
 
@@ -30,7 +30,7 @@ def backends(
     as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON list")] = False,
 ) -> None:
     """Show which setting works on which backend, and what is not installed. Loads no engine."""
-    found = all_capabilities() if name is None else [capabilities_of(backend_row(name))]
+    found = all_capabilities() if name is None else [capabilities_of(backend_entry(name))]
     if as_json:
         print(json.dumps([to_json(each) for each in found], indent=1))
         return
@@ -66,7 +66,7 @@ def _lines(found: Sequence[Capabilities]) -> Iterator[str]:
 
 
 def _notes(found: Sequence[Capabilities], rows: Iterable[str]) -> dict[str, str]:
-    """Map each condition under which a setting is refused to its letter in the table."""
+    """Return condition -> its letter in the table, for each condition under which a setting is refused."""
     whens = [condition.when for name in rows for each in found for condition in each.conditions_of(name)]
     return dict(zip(dict.fromkeys(whens), string.ascii_lowercase, strict=False))
 

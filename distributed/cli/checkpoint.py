@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from distributed.checkpoints.durable import replace_file, size_text
-from distributed.checkpoints.manifest import CheckpointInfo, list_checkpoints, resolve, verify
-from distributed.checkpoints.shards import read_weights
-from distributed.checkpoints.tensor_file import write_tensors
-from distributed.errors import CheckpointError, ConfigError
+from distributed.checkpoints.durable import size_text
+from distributed.checkpoints.manifest import CheckpointInfo, best_of, list_checkpoints, resolve, verify
+from distributed.checkpoints.mirror import stored_checkpoints
+from distributed.checkpoints.objects import Objects, unusable
+from distributed.cli.export import copied, export, given_address
+from distributed.cli.typer_help import Command, Group
+from distributed.errors import CheckpointError
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, cls=Group)
 
 _COLUMNS = ("step", "epoch", "size", "saved (UTC)", "backend x processes", "monitor", "best", "verified")
 
@@ -26,17 +29,19 @@ def checkpoint_(context: typer.Context) -> None:
         raise typer.Exit(2)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_(
-    run: Annotated[Path, typer.Argument(help="a run directory, or a directory of checkpoints")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, or a directory of checkpoints")],
 ) -> None:
-    """Show the checkpoints of a run, oldest first, and whether each one verifies."""
+    """Show the checkpoints of a run, oldest first, and whether each one verifies. At an address only names and sizes are compared."""
     rows: list[tuple[str, ...]] = [_COLUMNS]
-    problems = []
-    for info in list_checkpoints(resolve(run).parent):
-        problem = _problem(info.path)
+    problems: list[str] = []
+    address = given_address(run)
+    infos = list_checkpoints(resolve(run).parent) if address is None else _stored(address)
+    for info in infos:
+        problem = _problem(info.path) if address is None else info.problem
         problems += [problem] if problem else []
-        rows.append(_row(info, is_sound=not problem))
+        rows.append(_row(info, "no" if problem else "yes" if address is None else "sizes"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -44,8 +49,7 @@ def list_(
         typer.echo(problem)
 
 
-def _row(info: CheckpointInfo, *, is_sound: bool) -> tuple[str, ...]:
-    verdict = "yes" if is_sound else "no"
+def _row(info: CheckpointInfo, verdict: str) -> tuple[str, ...]:
     if info.manifest is None:
         return (str(info.step), *["?"] * 5, "", verdict)
     m = info.manifest
@@ -64,46 +68,40 @@ def _row(info: CheckpointInfo, *, is_sound: bool) -> tuple[str, ...]:
     )
 
 
-@app.command("verify")
+@app.command("verify", cls=Command)
 def verify_(
     checkpoint: Annotated[
         Path, typer.Argument(help="a checkpoint, or a run directory, of which the newest checkpoint is used")
     ],
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digests. Exits with 1 if it is damaged."""
-    path = resolve(checkpoint)
+    address = given_address(checkpoint)
+    path = resolve(checkpoint) if address is None else None
     try:
-        manifest = verify(path)
+        with copied(path, address) as local:
+            manifest = verify(local)
     except CheckpointError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     size = size_text(manifest.total_bytes)
-    typer.echo(f"{path}: step {manifest.step}, {len(manifest.files)} files, {size}, all verified")
+    typer.echo(f"{path or address}: step {manifest.step}, {len(manifest.files)} files, {size}, all verified")
 
 
-@app.command("export")
-def export(
-    checkpoint: Annotated[
-        Path, typer.Argument(help="a checkpoint, or a run directory, of which the newest checkpoint is used")
-    ],
-    out: Annotated[Path, typer.Argument(help="the file to write: OUT.safetensors")],
-    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
-) -> None:
-    """Write the model's weights by name into one safetensors file; a tied weight appears under each of its names."""
-    if out.is_dir():
-        raise ConfigError(f"{out} is a directory: name a file, {out / 'model.safetensors'}")
-    if out.suffix != ".safetensors":
-        raise ConfigError(f"{out} does not end with .safetensors: name a file OUT.safetensors")
-    if out.exists() and not force:
-        raise ConfigError(f"{out} already exists: add --force to overwrite it")
-    path = resolve(checkpoint)
-    verify(path)
-    tensors = read_weights(path)
+app.command("export", cls=Command)(export)  # the same command as `distributed export`
+
+
+def _stored(address: str) -> list[CheckpointInfo]:
+    objects = Objects(address)
     try:
-        write_tensors(out, tensors, {"format": "pt"}, writer=replace_file)
+        infos = stored_checkpoints(objects) or stored_checkpoints(objects, "checkpoints")
     except OSError as error:
-        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from None
-    typer.echo(f"{out}: {len(tensors)} tensors, {size_text(out.stat().st_size)}, from {path}")
+        raise unusable(f"{address} cannot be read: {error}", error, CheckpointError) from None
+    if not infos:
+        raise CheckpointError(
+            f"{address} holds no checkpoint: give the address of a run, or of a directory of step-... ones"
+        )
+    best = best_of(infos)
+    return [dataclasses.replace(info, is_best=info is best) for info in infos]
 
 
 def _problem(path: Path) -> str:

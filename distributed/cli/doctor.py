@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import importlib.util
 import os
@@ -16,14 +15,19 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+from typer import Option
+
+from distributed.cli.checks import BAD, INFO, MISSING, OK, Check, show
 from distributed.config.gpus import visible_gpus
-from distributed.config.registry import REGISTRY, BackendRow, missing_libraries
+from distributed.config.registry import REGISTRY, BackendEntry, installed_version, missing_libraries
+from distributed.errors import ConfigError
 from distributed.runs.temporary import temporary_directory
 
-OK, BAD, MISSING, INFO = "ok", "bad", "missing", "info"
 PROBE_LIMIT_S = 120.0
-# Run by each of two processes: join over gloo, add up a tensor whose sum is known, print the time for 1 MB.
+_NODES = "The nodes of a job"  # heading of flags
+# Code for each of two processes: join over gloo, all-reduce a tensor whose sum is known, print the time for 1 MB.
 _PROBE = """
 import datetime, os, sys, time
 import torch
@@ -46,33 +50,42 @@ if rank == 0:
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One line of the result. `BAD` prevents the default backends from working; `MISSING` is optional."""
-
-    subject: str
-    status: str
-    detail: str
-
-
-def doctor() -> None:
+def doctor(
+    num_nodes: Annotated[
+        int | None,
+        Option(metavar="N", help="check the nodes of a job against each other: how many", rich_help_panel=_NODES),
+    ] = None,
+    node_rank: Annotated[
+        int | None, Option(metavar="N", help="the number of this node, from 0", rich_help_panel=_NODES)
+    ] = None,
+    master_addr: Annotated[str | None, Option(metavar="HOST", help="host of node 0", rich_help_panel=_NODES)] = None,
+    master_port: Annotated[int | None, Option(metavar="PORT", help="port of node 0", rich_help_panel=_NODES)] = None,
+    start_timeout: Annotated[
+        float | None, Option(metavar="S", help="seconds all nodes may take to join", rich_help_panel=_NODES)
+    ] = None,
+) -> None:
     """Check this machine: versions, devices, backends, network, a two-process all-reduce.
 
-    Exits with 0 when the default backends work, with 3 otherwise.
-    """
-    import typer
+    With --num-nodes, check the nodes of a job instead. Run it on each of them: who can reach whom, versions, interfaces,
+    clocks, and the bandwidth of an all-reduce between each pair.
 
-    checks = []
-    for check in examine():
-        checks.append(check)
-        if not sys.stdout.isatty():
-            print(f"{check.status:<8}{check.subject:<20}{check.detail}", flush=True)
-    if sys.stdout.isatty():
-        _show_table(checks)
-    bad = [check.subject for check in checks if check.status == BAD]
-    print(f"not usable: {', '.join(bad)}" if bad else "the default backends work on this machine")
-    if bad:
-        raise typer.Exit(3)
+    Exits with 0 when the default backends work, or the nodes agree, with 3 otherwise.
+    """
+    given = {
+        "num_nodes": num_nodes, "node_rank": node_rank, "master_addr": master_addr, "master_port": master_port,
+        "start_timeout": start_timeout,
+    }  # fmt: skip
+    settings = {name: value for name, value in given.items() if value is not None}
+    if not settings:
+        show(examine(), "the default backends work on this machine", "not usable")
+        return
+    if (num_nodes or 1) < 2:
+        raise ConfigError(
+            "doctor compares the nodes of a job with --num-nodes 2 or more: add it, or drop the other flags"
+        )
+    from distributed.cli.doctor_nodes import examine_nodes
+
+    show(examine_nodes(settings), "the nodes agree", "wrong")
 
 
 def examine() -> Iterator[Check]:
@@ -83,8 +96,8 @@ def examine() -> Iterator[Check]:
     yield Check("machine", OK, f"{len(os.sched_getaffinity(0))} cores, {_memory()}")
     gpus = visible_gpus()
     yield Check("GPUs", INFO, f"{gpus} visible" if gpus else "none: runs use CPU processes over gloo")
-    for row in REGISTRY.values():
-        yield check_backend(row, is_default=row.is_default)
+    for entry in REGISTRY.values():
+        yield check_backend(entry, is_default=entry.is_default)
     yield check_dask()
     yield check_port()
     yield check_run_directory(Path("runs"))
@@ -94,17 +107,19 @@ def examine() -> Iterator[Check]:
         yield check_all_reduce()
 
 
-def check_backend(row: BackendRow, is_default: bool) -> Check:
+def check_backend(entry: BackendEntry, is_default: bool) -> Check:
     """Check that the libraries of a backend are installed; otherwise name the command that installs them."""
-    absent = missing_libraries(row)
+    absent = missing_libraries(entry)
     if absent:
-        return Check(row.name, BAD if is_default else MISSING, f"no {', '.join(absent)}: run {row.install}")
-    if row.compiled is not None and (reason := _load_error(row.compiled)):
+        return Check(entry.name, BAD if is_default else MISSING, f"no {', '.join(absent)}: run {entry.install}")
+    if entry.compiled is not None and (reason := _load_error(entry.compiled)):
         return Check(
-            row.name, BAD if is_default else MISSING, f"{row.compiled} does not load ({reason}): run {row.install}"
+            entry.name,
+            BAD if is_default else MISSING,
+            f"{entry.compiled} does not load ({reason}): run {entry.install}",
         )
-    versions = ", ".join(f"{name} {_version(name) or '(version unknown)'}" for name in row.requires)
-    return Check(row.name, OK, f"usable with {versions}")
+    versions = ", ".join(f"{name} {installed_version(name) or '(version unknown)'}" for name in entry.requires)
+    return Check(entry.name, OK, f"usable with {versions}")
 
 
 def _load_error(module: str) -> str | None:
@@ -186,21 +201,12 @@ def _start_probe(rank: int, directory: Path) -> subprocess.Popen[str]:
 
 
 def _library(name: str, needed: bool) -> Check:
-    version = _version(name)
+    version = installed_version(name)
     if version is not None:
         return Check(name, OK, version)
     if needed:
         return Check(name, BAD, f"not installed: run pip install {name}")
     return Check(name, INFO, "used from a source tree, not installed")
-
-
-def _version(name: str) -> str | None:
-    """Return the version of the distribution `name`, or of one that contains a module of that name (such as
-    tensorflow-cpu)."""
-    for distribution in (name, *importlib.metadata.packages_distributions().get(name, ())):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(distribution)
-    return None
 
 
 def _memory() -> str:
@@ -209,22 +215,3 @@ def _memory() -> str:
         name, _, rest = line.partition(":")
         sizes[name] = int(rest.split()[0]) / 1024**2  # kB to GiB
     return f"{sizes['MemTotal']:.1f} GiB memory, {sizes['MemAvailable']:.1f} GiB free"
-
-
-def _show_table(checks: list[Check]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    colours = {OK: "green", BAD: "red", MISSING: "yellow", INFO: "cyan"}
-    table = Table(box=None, pad_edge=False)
-    for title in ("check", "", "detail"):
-        table.add_column(title, overflow="fold")
-    for check in checks:
-        table.add_row(check.subject, f"[{colours[check.status]}]{check.status}[/]", _escaped(check.detail))
-    Console().print(table)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)

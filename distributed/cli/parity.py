@@ -15,38 +15,59 @@ from typing import Annotated, Any
 import typer
 
 from distributed.cli.train import read_overrides
-from distributed.config.registry import REGISTRY, backend_row
+from distributed.config.registry import REGISTRY, backend_entry
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.script import check_script
-from distributed.parity.comparison import FIRST_LOSS, FLOORS, Compared, Report, measure
+from distributed.parity.comparison import FIRST_LOSS, FLOORS, Compared, ParityResult, measure
 from distributed.parity.runs import Cell, ParityOptions, is_for
 from distributed.runs.temporary import temporary_directory
 
 _WIDTH = 80
+_RUNS = "What is run"  # heading of flags
 _HEADS = ("backend", "procs", "weights64", "loss64", "weights32", "loss32", "ms/step", "")
 
 
 def parity(
-    script: Annotated[Path, typer.Option(help="the script; its own arguments follow after --")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", show_default=False)] = None,
-    backends: Annotated[str, typer.Option(help="names separated by commas, or all: every installed backend")] = "all",
-    world_sizes: Annotated[str, typer.Option(help="numbers of processes, separated by commas")] = "1,2,3",
-    steps: Annotated[int, typer.Option(min=1, help="optimizer updates of each run")] = 50,
+    script: Annotated[
+        Path, typer.Option(metavar="FILE", help="the script; its own arguments follow after --", rich_help_panel=_RUNS)
+    ],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="[-- ARGUMENTS]", help="arguments of the script")
+    ] = None,
+    backends: Annotated[
+        str,
+        typer.Option(
+            metavar="NAMES", help="names separated by commas, or all: every installed backend", rich_help_panel=_RUNS
+        ),
+    ] = "all",
+    world_sizes: Annotated[
+        str, typer.Option(metavar="N,N", help="numbers of processes, separated by commas", rich_help_panel=_RUNS)
+    ] = "1,2,3",
+    steps: Annotated[
+        int, typer.Option(metavar="N", min=1, help="optimizer updates of each run", rich_help_panel=_RUNS)
+    ] = 50,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="largest allowed difference of a weight or loss in float64")
+        float, typer.Option(metavar="NUMBER", min=0.0, help="largest allowed difference of a weight or loss in float64")
     ] = 1e-9,
     global_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="samples per update (default: the script's)")
+        int | None,
+        typer.Option(metavar="N", min=1, help="samples per update (default: the script's)", rich_help_panel=_RUNS),
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="a setting for every run, or an option of one backend"),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="a setting for every run, or an option of one backend; may be repeated",
+            rich_help_panel=_RUNS,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON object")] = False,
     keep: Annotated[Path | None, typer.Option(metavar="DIR", help="keep the run directories and logs in DIR")] = None,
 ) -> None:
-    """Train a script on every backend and number of processes, with the same global batches, beside one process.
+    """Train a script on every backend and number of processes, with the same global batches, and compare each with one
+    process.
 
     Exits with 1 if a run failed or its numbers are too far away.
     """
@@ -59,12 +80,12 @@ def parity(
             global_batch_size, tuple(settings or ()), DistributedConfig(**given), directory,
         )  # fmt: skip
         _refuse_unused(options)
-        report = measure(options, _print_run)
+        result = measure(options, _print_run)
     if as_json:
-        print(json.dumps(_plain(dataclasses.asdict(report) | {"is_good": report.is_good}), indent=1))
+        print(json.dumps(_plain(dataclasses.asdict(result) | {"is_good": result.is_good}), indent=1))
     else:
-        print("\n".join(_lines(report)))
-    if not report.is_good:
+        print("\n".join(_lines(result)))
+    if not result.is_good:
         raise typer.Exit(1)
 
 
@@ -84,7 +105,7 @@ def _words(text: str, flag: str) -> list[str]:
 
 
 def _backend(name: str) -> str:
-    return backend_row(name).name
+    return backend_entry(name).name
 
 
 def _worlds(text: str) -> tuple[int, ...]:
@@ -114,10 +135,10 @@ def _print_run(cell: Cell) -> None:
 # ------------------------------------------------------------------ the table
 
 
-def _lines(report: Report) -> Iterator[str]:
-    assert report.batch is not None
-    yield f"{report.script}: {report.steps} steps, global batch size {report.batch.global_batch_size}"
-    tables = {name: [_HEADS, *_rows(report, name)] for name in report.floors}
+def _lines(result: ParityResult) -> Iterator[str]:
+    assert result.batch is not None
+    yield f"{result.script}: {result.steps} steps, global batch size {result.batch.global_batch_size}"
+    tables = {name: [_HEADS, *_rows(result, name)] for name in result.floors}
     widths = [max(map(len, column)) for column in zip(*(row for rows in tables.values() for row in rows), strict=True)]
     for name, rows in tables.items():
         yield ""
@@ -131,28 +152,28 @@ def _lines(report: Report) -> Iterator[str]:
             yield "  ".join([*cells[:-1], row[-1]]).rstrip()
         yield ""
         yield from _wrapped(
-            f"ok: in float64 up to {report.tolerance:g} (--tolerance); in float32 weights up to {FLOORS} x the largest floor ="
-            f" {FLOORS * report.floors[name]:.2g}, the first update's loss up to {FIRST_LOSS:g}"
+            f"ok: in float64 up to {result.tolerance:g} (--tolerance); in float32 weights up to {FLOORS} x the largest floor ="
+            f" {FLOORS * result.floors[name]:.2g}, the first update's loss up to {FIRST_LOSS:g}"
         )
     yield ""
     yield from _wrapped(
         "A floor is the difference that rounding alone makes in one process: against its float64 run, and when it adds"
         " up the same batches in slices."
     )
-    if report.batch_dependent:
+    if result.batch_dependent:
         yield from _wrapped(
-            f"results depend on the split of a batch because of {', '.join(report.batch_dependent)}: runs of several processes"
+            f"results depend on the split of a batch because of {', '.join(result.batch_dependent)}: runs of several processes"
             " are shown but not judged"
         )
-    for each in report.skipped:
+    for each in result.skipped:
         yield from _wrapped(f"{each.what} {'FAILED' if each.is_failure else 'not run'}: {each.reason}")
-    yield "all agree" if report.is_good else "NOT all agree"
+    yield "all agree" if result.is_good else "NOT all agree"
 
 
-def _rows(report: Report, reference: str) -> Iterator[tuple[str, ...]]:
+def _rows(result: ParityResult, reference: str) -> Iterator[tuple[str, ...]]:
     """Yield a row for each backend and number of processes, with both element types side by side."""
     cells: dict[tuple[str, int, int], dict[str, Compared]] = {}
-    for each in report.compared:
+    for each in result.compared:
         if each.reference == reference:
             cell = each.cell
             cells.setdefault((cell.backend, cell.world_size, cell.cut), {})[cell.dtype] = each

@@ -1,4 +1,4 @@
-"""`distributed report`: write the curves of one run, several runs, or a sweep into one HTML file."""
+"""`distributed report`: write the curves of one run, several runs, or a search into one HTML file."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Annotated
 
 import typer
 
+from distributed.config.addresses import refuse_address
 from distributed.errors import ConfigError
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or the directory of a sweep")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or the directory of a search")],
     compare: Annotated[bool, typer.Option("--compare", help="all runs side by side in one file")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the file to write (default: RUN/report.html, or compare.html)")
@@ -21,6 +22,8 @@ def report(
     offline."""
     from distributed.report import FILE, write_report
 
+    for run in runs:
+        refuse_address(run, "'distributed report'")
     if compare and len(runs) == 1:
         raise ConfigError("--compare needs two or more runs: name another one, or drop the flag")
     if output is not None and len(runs) > 1 and not compare:

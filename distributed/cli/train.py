@@ -10,27 +10,31 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from distributed.cli.examples import examples_text
+from distributed.cli.help import HelpFormatter
 from distributed.config.fields import Rule, check, rules
 from distributed.config.flags import SETTINGS, as_flag, flag_of
 from distributed.config.merging import Overrides, joined, read_config_file
 from distributed.config.peers import answer_for, with_answer
+from distributed.config.reading_yaml import yaml_loader
 from distributed.config.settings import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
 from distributed.launching.secret import read_token_file
 
 # Spellings of other tools. They are accepted but not shown in the help.
-ALIASES = ("world_size", "rank", "save_interval", "gradient_clip_norm", "bucket_size_mb", "bucket_cap_mb")
+ALIASES = (
+    "world_size", "rank", "nnodes", "rdzv_endpoint", "save_interval", "gradient_clip_norm", "bucket_size_mb", "bucket_cap_mb",
+)  # fmt: skip
 ALIAS_SWITCHES = (
     "no_nccl", "gradient_checkpointing", "use_gradient_checkpointing", "find_unused_parameters", "static_graph",
 )  # fmt: skip
 
 _METAVARS = {
     "master_addr": "HOST", "master_port": "PORT", "checkpoint_dir": "DIR", "tensorboard_dir": "DIR",
-    "resume_from_checkpoint": "true|PATH", "mixed_precision": "no|fp16|bf16",
+    "resume_from_checkpoint": "true|PATH", "init_from": "PATH", "mixed_precision": "no|fp16|bf16",
 }  # fmt: skip
 _RULES = rules(DistributedConfig)
 _ABOUT = """\
@@ -47,14 +51,15 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}: see '{self.prog} --help'")
 
     def format_help(self) -> str:
-        """Return the help: the flags, then the settings that have no flag."""
+        """Return the help: the flags, the settings that have no flag, and the examples."""
         formatter = self._get_formatter()
         formatter.start_section("Settings without a flag: --set NAME=VALUE, in YAML and in code")
         for name, rule in _without_flag():
             choices = f"={_metavar(rule)}" if rule.choices else ""
             formatter.add_argument(argparse.Action([], name, metavar=f"{name}{choices}", help=_help(rule)))
         formatter.end_section()
-        return f"{super().format_help()}\n{formatter.format_help()}"
+        words = self.prog.split()[1:]
+        return f"{super().format_help()}\n{formatter.format_help()}\n{examples_text(' '.join(words))}"
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -70,27 +75,27 @@ def train(arguments: Sequence[str]) -> int:
     overrides = read_overrides(own["config"], flags, own["set"], own["script"], script_args)
     from distributed.launcher.start import start
 
-    words = _without_run(arguments[: len(arguments) - len(script_args)])
+    words = without_flags(arguments[: len(arguments) - len(script_args)], ("--run-dir",), ("--resume", "--"))
     return start(overrides, run_dir=own["run_dir"], resume=own["resume"], dry_run=own["dry_run"], words=words, **world)
 
 
-def _without_run(arguments: Sequence[str]) -> list[str]:
-    """Return the flags as they stand on the command line, without those that select the run directory or resume it."""
+def without_flags(arguments: Sequence[str], with_value: Iterable[str], switches: Iterable[str] = ()) -> list[str]:
+    """Return the words of a command line without these flags and their values."""
     kept: list[str] = []
     waiting = list(arguments)
     while waiting:
         word = waiting.pop(0)
         name, equals, _ = _dashed(word).partition("=")
-        if name == "--run-dir" and not equals:
+        if name in with_value and not equals:
             waiting.pop(0)
-        elif name not in ("--run-dir", "--resume", "--"):
+        elif name not in (*with_value, *switches):
             kept.append(word)
     return kept
 
 
 def _world_number(name: str, text: str) -> int:
-    """Check `--world-size` or `--rank`. They are no settings: they give the number of processes and the rank of this
-    process."""
+    """Check the value of `--world-size` or `--rank`. These two are not settings: they give the number of processes and
+    the rank of this process."""
     rule = _RULES["nproc_per_node" if name == "world_size" else "node_rank"]
     is_number = re.fullmatch(r"[+-]?\d+", text) is not None
     number: int = check(name, int(text) if is_number else text, rule, lambda name, value: f"{flag_of(name)} {value}")
@@ -125,14 +130,15 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def make_parser(
-    prog: str = "distributed train", usage: str = "--script FILE", about: str = _ABOUT
+    prog: str = "distributed train", usage: str = "--script FILE", about: str = _ABOUT, without: Collection[str] = ()
 ) -> argparse.ArgumentParser:
-    """Return the parser of the flags that `train` and `tune` share.
+    """Return the parser of the flags that `train` and `tune` share, except for those of the settings `without`.
 
-    Values stay text, so that one place reports what is wrong with them. A flag that is not on the command line is None.
+    Values stay text, because they are checked later, where settings of all sources are checked. A flag that is not on
+    the command line is None.
     """
     parser = _Parser(
-        prog=prog, usage=f"%(prog)s {usage} [flags] [-- SCRIPT ARGUMENTS]", description=about,
+        prog=prog, usage=f"%(prog)s {usage} [flags] [-- ARGUMENTS]", description=about,
         formatter_class=_Help, allow_abbrev=False, add_help=False,
     )  # fmt: skip
     run = parser.add_argument_group("Run")
@@ -152,6 +158,8 @@ def make_parser(
         group: parser.add_argument_group(group) for group in dict.fromkeys(_RULES[name].group for name in SETTINGS)
     }
     for name in SETTINGS:
+        if name in without:
+            continue
         _add(groups[_RULES[name].group], name, _RULES[name])
     for name in ALIASES:
         parser.add_argument(flag_of(name), help=argparse.SUPPRESS)
@@ -192,17 +200,11 @@ class _Switch(argparse.BooleanOptionalAction):
         return f"--[no-]{self.option_strings[0][2:]}"
 
 
-class _Help(argparse.RawDescriptionHelpFormatter):
-    """Help formatter that keeps each flag on one line with its text, at 80 columns."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=36, width=80)
+class _Help(HelpFormatter):
+    """Help formatter that writes `--name` and `--no-name` as one."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return action.format_usage() if isinstance(action, _Switch) else super()._format_action_invocation(action)
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _metavar(rule: Rule) -> str:
@@ -270,7 +272,7 @@ def read_overrides(
         check_setting(name, value, _RULES[name], as_flag)
     merged_flags = joined(joined(base.flag, values), extra)
     is_same = script is None or script == base.script
-    # The script of the file is relative to the present directory, so another file may be found: name it.
+    # The script in the file is relative to the current directory, where another file may have this name: show its path.
     which = [f"script {base.script}, from {config}"] if script is None and base.script is not None else []
     return dataclasses.replace(
         base, flag=merged_flags, notices=(*which, *base.notices, *notices, *more), script=script or base.script,
@@ -279,8 +281,8 @@ def read_overrides(
 
 
 def _value(name: str, text: Any) -> Any:
-    """Return the text of a flag in the type of its setting. Return the text itself if it cannot be converted; the
-    check then refuses it."""
+    """Return the text of a flag, converted to the type of its setting. Return the text itself if it cannot be
+    converted; it is refused when the settings are checked."""
     rule = _RULES.get(name)
     if not isinstance(text, str):
         return text
@@ -305,6 +307,6 @@ def _yaml(name: str, text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, yaml_loader())
     except yaml.YAMLError:
         raise ConfigError(f"{name}={text!r} is not YAML: quote it, as in --set '{name}=\"text\"'") from None

@@ -18,7 +18,7 @@ Run a script many times with different values and keep the best.
 
 A value whose name is that of a setting is passed as this setting, any other as
 an argument of the script: --NAME VALUE. The other flags are those of train and
-hold for every trial."""
+hold for every trial; --set scheduler=NAME is the schedule of the learning rate."""
 _OWN = (
     "search_space", "num_samples", "metric", "mode", "scheduler", "scheduler_option", "search", "max_concurrent",
     "max_failures", "cpus_per_trial", "trials_per_gpu",
@@ -44,7 +44,7 @@ def tune(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("distributed tune", "--script FILE --search-space FILE --num-samples N", _ABOUT)
+    parser = make_parser("distributed tune", "--script FILE --search-space FILE", _ABOUT, {"scheduler"})
     group = parser.add_argument_group("Search")
     group.add_argument("--search-space", metavar="FILE", help="YAML file with the possible values of each name")
     group.add_argument(
@@ -70,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _numbers(own: Mapping[str, Any]) -> dict[str, int]:
-    """Return the flags on the command line whose values are whole numbers."""
+    """Return the values of the flags that take whole numbers, for the flags that were given. Raises ConfigError for
+    other values."""
     found: dict[str, int] = {}
     least = {"num_samples": 1, "max_concurrent": 1, "max_failures": 0, "cpus_per_trial": 1, "trials_per_gpu": 1}
     for name, minimum in least.items():

@@ -1,4 +1,4 @@
-"""Communication for scripts without `Trainer`, the same in one process and in many. Collectives of engines belong to `backends`.
+"""Communication for scripts without `Trainer`, the same in one process and in many; collectives of engines belong in `backends`.
 
 In a process without a launcher the world has one rank: every call works, without communication. Importing this module
 loads no framework.
@@ -151,7 +151,7 @@ def reduce_scatter(
             row[: len(part)] = part
     else:
         padded = wire.contiguous().view(len(parts), longest, *data.shape[1:])
-    mine = world.combine_rows(padded, _on_wire(operation))[: parts[world.context.rank]]
+    mine = world.reduce_scatter(padded, _on_wire(operation))[: parts[world.context.rank]]
     _divide(mine, operation, world)
     return mine.to(data.dtype)
 

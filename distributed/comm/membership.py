@@ -12,11 +12,12 @@ import os
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from distributed.backends import starting_of
 from distributed.backends.adoption import adopted
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import merge
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.config.registry import REGISTRY, TRANSPORTS, starting_of
+from distributed.config.registry import REGISTRY, TRANSPORTS
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
@@ -32,14 +33,14 @@ _log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass
-class _ThisProcess:
+class _Membership:
     world: TorchWorld | None = None
     transport: str | None = None  # the transport passed to init_process_group()
     wrappers: weakref.WeakSet[DistributedDataParallel] = dataclasses.field(default_factory=weakref.WeakSet)
     is_ending: bool = False  # destroy_process_group is registered to run at exit
 
 
-_this = _ThisProcess()
+_membership = _Membership()
 
 
 # Join and leave
@@ -89,7 +90,7 @@ def init_process_group(
         return
     if backend not in (None, config.communication_backend) and (found is None or found.rank == 0):
         _log.warning("backend=%r is replaced by the launcher's %r", backend, config.communication_backend)
-    _this.world, _this.transport = _join(config, found), config.communication_backend
+    _membership.world, _membership.transport = _join(config, found), config.communication_backend
 
 
 def _join(config: DistributedConfig, found: WorkerEnvironment | None) -> TorchWorld:
@@ -147,14 +148,14 @@ def _plan(config: DistributedConfig, found: WorkerEnvironment | None) -> Process
 def _end_in_order() -> None:
     """Leave the process group at exit if the script does not.
 
-    torch 2.13 with gloo can abort at exit if its group still exists (pytorch PR 179291, not merged). May go when torch
-    leaves the group itself.
+    Workaround (torch 2.13, pytorch/pytorch#179291, which was not merged; may go when torch leaves the group itself):
+    torch with gloo can abort at exit if its group still exists.
     """
     import atexit
 
-    if not _this.is_ending:
+    if not _membership.is_ending:
         atexit.register(destroy_process_group)
-        _this.is_ending = True
+        _membership.is_ending = True
 
 
 def destroy_process_group() -> None:
@@ -162,10 +163,10 @@ def destroy_process_group() -> None:
 
     Wrapped models stay usable in this process alone.
     """
-    for wrapper in list(_this.wrappers):
+    for wrapper in list(_membership.wrappers):
         wrapper.release()
     world = _joined()
-    _this.world = _this.transport = None
+    _membership.world = _membership.transport = None
     if world is not None:
         world.end()
 
@@ -179,20 +180,21 @@ def is_initialized() -> bool:
 
 
 def get_rank() -> int:
-    """Return the rank of this process, from 0. Before joining it is what the launcher says. No collective."""
+    """Return the rank of this process, from 0. Before joining it is the rank that the launcher gave. Not a
+    collective."""
     return _numbers(_joined())["rank"]
 
 
 def get_world_size() -> int:
-    """Return the number of processes. No collective.
+    """Return the number of processes. Not a collective.
 
-    Before joining it is what the launcher says, or 1 without a launcher.
+    Before joining it is the number that the launcher gave, or 1 without a launcher.
     """
     return _numbers(_joined())["world_size"]
 
 
 def get_distributed_info() -> dict[str, Any]:
-    """Return the rank of this process and facts about its group. No collective.
+    """Return the rank of this process and facts about its group. Not a collective.
 
     Returns:
         A dict with `available` (whether there are other processes), `initialized`, `world_size`, `rank`, `local_rank`,
@@ -217,27 +219,28 @@ def _numbers(world: TorchWorld | None) -> dict[str, int]:
 
 
 def _usual_transport(device: str | None) -> str:
-    """Return the transport that a group would use: as requested here or from the launcher, else by the device."""
+    """Return the transport that a group would use: the one requested here or in the launcher, or else that of the
+    device."""
     config = merge(overrides_for_script("communication_backend", "device"), {}).config
-    if asked := _this.transport or config.communication_backend:
+    if asked := _membership.transport or config.communication_backend:
         return asked
     device = device or config.device or ("cuda" if visible_gpus() else "cpu")
     return "nccl" if device.startswith("cuda") else "gloo"
 
 
 def wrappers() -> weakref.WeakSet[DistributedDataParallel]:
-    """Return the wrapped models of this process. They drop torch's wrapper when the group ends."""
-    return _this.wrappers
+    """Return the wrapped models of this process, which drop torch's wrapper when the group ends."""
+    return _membership.wrappers
 
 
 def _joined() -> TorchWorld | None:
     """Return the world that this process joined, or None. A group that other code initialized is adopted."""
-    world = _this.world
+    world = _membership.world
     if world is not None and not world.is_alive():
         world = None  # other code destroyed the group
     if world is None or world.context.world_size == 1:
         world = adopted(_log.warning) or world
-    _this.world = world
+    _membership.world = world
     return world
 
 

@@ -80,8 +80,9 @@ class DistributedDataParallel(torch.nn.Module):
         """
         wrapped = self.__dict__["_wrapped"]
         if wrapped is self.module or (self._is_static and not self._has_synced):
-            # torch (seen in 2.13) fails if the first backward pass of a static graph is not synchronised: pytorch issue
-            # 143580. Synchronising gives the same sums. May go when the oldest supported torch has the fix, PR 187732.
+            # Workaround (torch 2.13, pytorch/pytorch#143580; may go when the oldest supported torch has
+            # pytorch/pytorch#187732): torch fails if the first backward pass of a static graph is not synchronised.
+            # Synchronising gives the same sums.
             yield
             return
         before, self._is_held = self._is_held, True
@@ -114,7 +115,8 @@ class DistributedDataParallel(torch.nn.Module):
 
 
 def _average(parameters: list[torch.nn.Parameter]) -> None:
-    """Average the gradients in one collective. A missing one counts as zero, and stays None if all ranks lack it."""
+    """Average the gradients in one collective. A missing gradient counts as zero, and stays None if all ranks lack
+    it."""
     grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
     has = torch.tensor([float(p.grad is not None) for p in parameters]).to(grads[0])
     flat = comm.all_reduce(torch.cat([has, *(grad.reshape(-1) for grad in grads)]), comm.ReduceOp.AVERAGE)

@@ -1,4 +1,4 @@
-"""Settings of a run: declared, checked and merged from their sources; the plan of processes and batches; the registry of backends."""
+"""Settings, the plan of processes and batches, the registry of backends; what acts on settings does not belong here, but in `backends`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["DistributedConfig"]
 def __getattr__(name: str) -> Any:
     """Import `DistributedConfig` on first use.
 
-    The settings read the registry of backends when they are imported. Rows can therefore be added to it before that.
+    The settings read the registry of backends at import, so entries can be added to the registry until then.
     """
     if name != "DistributedConfig":
         raise AttributeError(f"module 'distributed.config' has no attribute {name!r}")

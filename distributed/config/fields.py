@@ -14,7 +14,7 @@ from distributed.errors import ConfigError, nearest
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What values a setting accepts, its help text and its default."""
+    """The values that a setting accepts, its help text and its default."""
 
     kinds: tuple[type, ...]
     help: str
@@ -65,15 +65,15 @@ def rules(cls: type) -> dict[str, Rule]:
     return {f.name: f.metadata["rule"] for f in dataclasses.fields(cls) if "rule" in f.metadata}
 
 
-# Writes the setting NAME, with a value or without (None), as Python, YAML or a flag: for the fix in an error message.
+# (name, value) -> the setting as Python, YAML or a flag, for the fix in an error message. None means without a value.
 Written = Callable[[str, Any], str]
 
 
 def in_code(name: str, value: Any) -> str:
-    """Return the setting as an argument in Python. For the value `...` the reader has to fill in the dict."""
+    """Return the setting as an argument in Python. The value `...` stands for a dict that the reader has to fill in."""
     if value is None:
         return name
-    return f"{name}={value!r}" if isinstance(value, (bool, str)) else f"{name}={in_words(value)}"
+    return f"{name}={value!r}" if isinstance(value, (bool, str, tuple)) else f"{name}={in_words(value)}"
 
 
 def in_file(name: str, value: Any) -> str:
@@ -87,6 +87,8 @@ def in_words(value: Any) -> str:
         return "{...}"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(in_words, value))
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -99,10 +101,48 @@ class FrozenDict(dict[str, Any]):
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(frozenset(self))  # the names only, because a value may be a dict
+        return hash(frozenset(self))  # hash only the names, because a value may be an unhashable dict
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FrozenDict, (dict(self),)
+
+
+def lower(value: Any) -> Any:
+    """Convert a word to lower case."""
+    return value.lower() if isinstance(value, str) else value
+
+
+def pair(value: Any) -> Any:
+    """Convert two numbers in [0, 1), given as such or as "A,B", to a tuple. Return any other value as text, which is then refused."""
+    try:
+        found = tuple(float(part) for part in (value.split(",") if isinstance(value, str) else value))
+    except (TypeError, ValueError):
+        found = ()
+    return found if len(found) == 2 and all(0 <= each < 1 for each in found) else str(value)
+
+
+def words(value: Any) -> Any:
+    """Convert names, given as a list or as "A,B", to one text without spaces and repetitions. Return other values unchanged."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        return value
+    return ",".join(dict.fromkeys(name.strip() for name in names if name.strip())) or None
+
+
+def factors(value: Any) -> Any:
+    """Convert factors by name, given as a mapping or as "NAME=FACTOR,...". Return any other value as text, which is then refused.
+
+    Raises ConfigError for a factor that is not above 0.
+    """
+    pairs = dict(part.partition("=")[::2] for part in value.split(",")) if isinstance(value, str) else value
+    try:
+        found = {str(name): float(factor) for name, factor in pairs.items()}
+    except (AttributeError, TypeError, ValueError):
+        return str(value)
+    for name, factor in found.items():
+        if not factor > 0:
+            raise ConfigError(f"{name!r} has the factor {factor:g}, which must be above 0: raise it, or drop {name!r}")
+    return FrozenDict(found) if found else None
 
 
 def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
@@ -177,17 +217,20 @@ def _convert(value: Any, rule: Rule) -> Any:
             return int(value)
         if kind is float and isinstance(value, (numbers.Real, str)) and not isinstance(value, bool):
             try:
-                return float(value)  # also of a string: YAML 1.1 reads 1e-3 as a string
+                return float(value)  # float() of strings too, because YAML 1.1 reads 1e-3 as a string
             except ValueError:
                 continue
             except OverflowError:
                 return math.inf
-        if kind in (str, dict) and isinstance(value, kind):
+        if kind in (str, dict, tuple) and isinstance(value, kind):
             return value
     return None
 
 
-_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", dict: "a mapping"}
+_WORDS = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "a word", dict: "a mapping",
+    tuple: "a pair of numbers in [0, 1)",
+}  # fmt: skip
 
 
 def _wanted(rule: Rule) -> str:
@@ -203,4 +246,4 @@ def _example(rule: Rule) -> Any:
         return rule.default
     if rule.minimum is not None or rule.above is not None:
         return max(1, int(rule.minimum or 0))
-    return {int: 1, float: 1.0, bool: True, str: "NAME", dict: ...}[rule.kinds[0]]
+    return {int: 1, float: 1.0, bool: True, str: "NAME", dict: ..., tuple: (0.9, 0.95)}[rule.kinds[0]]

@@ -24,9 +24,10 @@ def visible_gpus() -> int:
 
 
 def _masked(mask: str | None, count: int) -> int:
-    """Return how many of `count` devices `mask` leaves. Like the drivers, stop at the first entry that is not a device.
+    """Return how many of `count` devices stay visible under `mask`, a comma-separated list such as CUDA_VISIBLE_DEVICES.
 
-    A name (`GPU-<uuid>`, `MIG-<uuid>`) counts as a device without being looked up.
+    Like the drivers, stop at the first entry that is not a device. A name (`GPU-<uuid>`, `MIG-<uuid>`) counts as a
+    device without being looked up.
     """
     if mask is None or not count:
         return count
@@ -40,8 +41,8 @@ def _masked(mask: str | None, count: int) -> int:
 def _nvidia() -> int:
     """Return the number of NVIDIA GPUs.
 
-    A container has device nodes only for its GPUs, so the nodes come first. If there are none, the driver's list
-    counts. WSL2 has neither, and NVML is asked.
+    Count the device nodes first: a container has nodes only for its own GPUs. Without nodes, count the entries in the
+    driver's directory. WSL2 has neither, so ask NVML there.
     """
     nodes = [path for path in _DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if nodes:
@@ -65,14 +66,14 @@ def _from_nvml() -> int:
 def _amd() -> int:
     """Return the number of kfd nodes that are GPUs, if torch is built for ROCm.
 
-    The kfd driver also lists the integrated graphics of desktop processors, which torch for CUDA or CPU cannot use.
+    The kfd driver also lists the integrated graphics of desktop processors, which torch for CUDA or CPU does not use.
     """
     if not _AMD_DRIVER.is_dir() or not _is_torch_for_amd():
         return 0
     count = 0
     for node in _AMD_DRIVER.iterdir():
         try:
-            count += (node / "gpu_id").read_text().strip() not in ("", "0")  # 0: a CPU
+            count += (node / "gpu_id").read_text().strip() not in ("", "0")  # the id of a CPU is 0
         except OSError:  # a GPU that this container may not use
             continue
     return count

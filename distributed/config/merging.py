@@ -4,28 +4,54 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from distributed.config.fields import in_file, rules
 from distributed.config.peers import answer_for
-from distributed.config.registry import backend_row
-from distributed.config.settings import ALIASES, GROUPS, SWEEP_ALIASES, DistributedConfig, canonical, check_setting
-from distributed.config.unique_names import read_unique
+from distributed.config.reading_yaml import read_unique
+from distributed.config.registry import backend_entry
+from distributed.config.settings import (
+    ALIASES,
+    GROUPS,
+    SWEEP_ALIASES,
+    DistributedConfig,
+    canonical,
+    check_setting,
+    without_outranked,
+)
 from distributed.errors import ConfigError, nearest
 
 
 @dataclasses.dataclass(frozen=True)
 class Overrides:
-    """Settings from outside the script, by flags and a config file, and the script. They are passed on to the workers."""
+    """Settings from flags and a config file, and the path and arguments of the script. Passed on to the workers."""
 
     file: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     flag: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notices: tuple[str, ...] = ()
     script: str | None = None
     script_args: tuple[str, ...] = ()
-    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other values of a sweep
+    hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a sweep, not settings
+
+    def values(self) -> dict[str, Any]:
+        """Return the value of each setting that was given. A flag overrides the file; groups of options are merged."""
+        return joined(self.file, self.flag)
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return the value of the setting `name` as it was given, or `default` if it was not."""
+        return self.values().get(name, default)
+
+    def only(self, names: Collection[str]) -> Overrides:
+        """Return the settings `names` as far as they were given, without a script."""
+        file, flag = ({n: v for n, v in layer.items() if n in names} for layer in (self.file, self.flag))
+        return Overrides(file, flag)
+
+    def without(self, names: Collection[str]) -> Overrides:
+        """Return these overrides without the settings `names`."""
+        kept = self.only(self.values().keys() - set(names))
+        return dataclasses.replace(self, file=kept.file, flag=kept.flag)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +76,9 @@ class MergedConfig:
         return name in self.sources
 
     def is_overruled(self, name: str, by: str) -> bool:
-        """Return whether `by`, on which `name` depends, was set in a stronger source than `name`.
+        """Return whether the setting `by`, on which the setting `name` depends, was set in a stronger source than `name`.
 
-        The two then do not contradict.
+        If so, `name` has no effect, and the two settings do not contradict each other.
         """
         layers = ("default", "file", "sweep", "code", "flag")
         return layers.index(self.source(by)) > layers.index(self.source(name))
@@ -69,7 +95,7 @@ def merge(
     Args:
         overrides: settings from the config file (the weakest source) and from flags (the strongest).
         code: settings in the script.
-        hyperparameters: values of a sweep that are not settings. They are recorded.
+        hyperparameters: values of a sweep that are not settings. They are only recorded.
         sweep: settings in the dict of a sweep. They are weaker than `code`.
 
     Raises:
@@ -79,6 +105,7 @@ def merge(
     sources: dict[str, str] = {}
     notices = list(overrides.notices)
     for layer, given in (("file", overrides.file), ("sweep", sweep or {}), ("code", code), ("flag", overrides.flag)):
+        values, sources = without_outranked(values, given), without_outranked(sources, given)
         for name, value in given.items():
             if name in GROUPS and isinstance(value, Mapping):
                 values[name] = {**values.get(name, {}), **value}
@@ -87,7 +114,7 @@ def merge(
             else:
                 values[name] = value
                 sources[name] = layer
-    return _with_implied(
+    merged = _with_implied(
         MergedConfig(
             DistributedConfig(**values),
             sources,
@@ -95,6 +122,17 @@ def merge(
             tuple(notices),
         )
     )
+    _refuse_two_starts(merged)
+    return merged
+
+
+def _refuse_two_starts(merged: MergedConfig) -> None:
+    weights, source = merged.config.init_from, merged.config.resume_from_checkpoint
+    is_overruled = merged.is_overruled("init_from", "resume_from_checkpoint")
+    if weights is not None and isinstance(source, str) and not is_overruled:
+        raise ConfigError(
+            f"init_from={weights!r} gives the weights only, and resume_from_checkpoint={source!r} the whole state: drop one of them"
+        )
 
 
 def _with_implied(merged: MergedConfig) -> MergedConfig:
@@ -104,7 +142,7 @@ def _with_implied(merged: MergedConfig) -> MergedConfig:
     """
     if merged.config.backend is None:
         return merged
-    group = backend_row(merged.config.backend).group
+    group = backend_entry(merged.config.backend).group
     options = merged.config.options(group)
     values: dict[str, Any] = {}
     for where, name, value in options.implied() if hasattr(options, "implied") else ():
@@ -123,7 +161,7 @@ def _with_implied(merged: MergedConfig) -> MergedConfig:
 def for_evaluation(merged: MergedConfig) -> MergedConfig:
     """Return the settings without those that change the user's model and optimizer for training.
 
-    The workers apply these.
+    Only the workers that train apply those.
     """
     config = dataclasses.replace(merged.config, lr_scaling="none", activation_checkpointing=False, compile=False)
     return dataclasses.replace(merged, config=config)
@@ -131,7 +169,7 @@ def for_evaluation(merged: MergedConfig) -> MergedConfig:
 
 def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
     """Return both mappings merged, including groups of options. `strong` wins where they disagree."""
-    both = dict(weak)
+    both = without_outranked(weak, strong)
     for name, value in strong.items():
         old = both.get(name)
         both[name] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
@@ -141,7 +179,7 @@ def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]
 def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Return (settings, other hyperparameters, warnings) of a plain dict from a sweep.
 
-    Near-misses of settings give warnings.
+    A name that is close to that of a setting gives a warning.
     """
     known = DistributedConfig.__dataclass_fields__
     fields: dict[str, Any] = {}
@@ -163,7 +201,7 @@ def split_sweep(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 
 
 def read_config_file(path: str | os.PathLike[str]) -> Overrides:
-    """Return the settings in a YAML file. The config.yaml of a run also says which values were flags, and its script.
+    """Return the settings in a YAML file. The config.yaml of a run also records the values that were flags, and the script.
 
     Raises ConfigError with the file and the line for unreadable YAML, a wrong name or a wrong value.
     """
@@ -172,7 +210,7 @@ def read_config_file(path: str | os.PathLike[str]) -> Overrides:
     script = _popped(content, "script", str, path)
     arguments = _popped(content, "script_args", list, path) or []
     content.pop("hyperparameters", None)
-    if sources:  # written by a run: its defaults stay defaults and its flags stay flags
+    if sources:  # a run wrote the file: its defaults stay defaults and its flags stay flags
         content = _only_given(content, sources)
     _check(content, lines, path)
     settings, notices = canonical(content)
@@ -201,17 +239,9 @@ def _check(content: Mapping[str, Any], lines: Mapping[str, int], path: str | os.
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return (content, line of each name) of a YAML file. The options of a group have dotted names in the second."""
-    import yaml
-
+    """Return (content, line of each name) of a YAML file. The line of an option is under its dotted name, GROUP.OPTION."""
     file = f"config file {str(path)!r}"
-    try:
-        content, lines = read_unique(path, file)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "no text"
-        raise ConfigError(f"{file}{where} is not YAML ({problem}): write 'name: value' lines") from None
+    content, lines = read_unique(path, file, "'name: value' lines")
     if content is None:
         return {}, {}
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
@@ -220,7 +250,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _popped(content: dict[str, Any], name: str, kind: type, path: str | os.PathLike[str]) -> Any:
-    """Remove and return the entry `name`, which a run wrote beside the settings; None if it is missing."""
+    """Remove and return the entry `name`, which is not a setting but was written by a run. Return None if it is missing."""
     value = content.pop(name, None)
     if value is not None and not isinstance(value, kind):
         raise ConfigError(
@@ -235,7 +265,7 @@ def _only_given(content: Mapping[str, Any], sources: Mapping[str, str]) -> dict[
 
 
 def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tuple[str, ...] = ()) -> str:
-    """Return the text of a run's config.yaml, which `--config` reads. The source of every value is its comment.
+    """Return the text of a run's config.yaml, which `--config` reads. A comment on each value names its source.
 
     Args:
         merged: the settings with their sources.

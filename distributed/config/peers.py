@@ -16,10 +16,10 @@ from distributed.config.registry import LATER, REGISTRY
 # `{epochs}` or `{device=cpu}`: replaced by the setting as a flag, in code or in YAML.
 _SETTING = re.compile(r"\{([a-z_.]+)(?:=(\w+))?\}")
 
-_VALIDATION = "because validation runs after each epoch: pass a smaller val_data to fit()"
+_VALIDATION = "use {validate_every_n_steps} or {validate_every_s}; without them, validation runs after each epoch"
 _LOADER = "because it belongs to the loader: use DataLoader(num_workers=..., prefetch_factor=..., ...)"
 _OPTIMIZER = "because it belongs to the optimizer: use Trainer(optimizer=lambda params: torch.optim.AdamW(params, ...))"
-_SCHEDULE = "because a schedule is an object: use Trainer(scheduler=lambda optimizer: ...) in code, or {warmup_steps} for a warm-up"
+_SCHEDULE = "use {scheduler} and {warmup_steps}, or Trainer(scheduler=lambda optimizer: ...) in code"
 _LOSS = "because it is part of the loss: use Trainer(loss_fn=...) in code"
 _OBJECT = "because it is an object: pass it to Trainer(...) in code"
 _DATA = "because data goes to trainer.fit(train_data, val_data) in code"
@@ -35,10 +35,9 @@ _NO_TPU = "because TPUs are not supported"
 _NO_HUB = "because nothing is uploaded: write the weights with trainer.save('model.safetensors')"
 _METHOD = "because it is a method: use trainer.fit(), trainer.evaluate() or trainer.predict()"
 _RESUME = "use {resume_from_checkpoint}, or the flag --resume"
+_WEIGHTS = "use {init_from}, which loads the weights alone"
 _PRECISION = "use {mixed_precision=bf16} or {mixed_precision=fp16}; {dtype=float64} computes in double precision"
-_TRACKERS = (
-    "use {tensorboard} or {mlflow_tracking}; RUN/metrics.jsonl is always written, and other loggers are callbacks"
-)
+_TRACKERS = "use {loggers}, {tensorboard} or {mlflow_tracking}; RUN/metrics.jsonl is always written"
 _PROCESSES = "use {nproc_per_node}, or {num_gpus} for GPUs over all nodes"
 _LATER = "that backend is not in this version, drop its options"
 
@@ -71,10 +70,12 @@ _LIGHTNING = {
     "inference_mode": _ALWAYS,
     "plugins": "because {backend} selects everything that an engine needs",
     "reload_dataloaders_every_n_epochs": "because data is passed once: call trainer.fit() again with other data",
-    **_same(_TRACKERS, "logger", "loggers", "log_with", "report_to", "wandb", "wandb_project"),
+    **_same(_TRACKERS, "logger", "log_with", "report_to", "wandb", "wandb_project"),
     **_same("because a run ends after {epochs} or {max_steps} or by {early_stopping_patience}", "min_epochs", "min_steps"),
-    **_same(_LIMIT, "limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
-    **_same(_VALIDATION, "val_check_interval", "check_val_every_n_epoch", "num_sanity_val_steps"),
+    "num_sanity_val_steps": "use {validate_at_start} and {max_validation_batches}",
+    "limit_val_batches": "use {max_validation_batches}",
+    **_same(_LIMIT, "limit_train_batches", "limit_test_batches", "limit_predict_batches", "overfit_batches"),
+    **_same(_VALIDATION, "val_check_interval", "check_val_every_n_epoch"),
     **_same("use {verbose=false}", "enable_progress_bar", "enable_model_summary", "barebones"),
     **_same(_SWITCH, "benchmark", "cudnn_benchmark"),
     **_same(_ORDER, "use_distributed_sampler", "replace_sampler_ddp"),
@@ -114,10 +115,15 @@ _HUGGING_FACE = {
     **_same(_RUN_DIR, "output_dir", "project_dir", "run_name", "save_folder", "storage_path", "run_dir"),
     **_same("use {log_every_n_steps}", "logging_steps", "logging_strategy", "log_interval", "log_every", "logging_first_step"),
     **_same("use {checkpoint_every_n_steps}", "save_steps", "checkpointing_steps", "save_every", "save_freq"),
-    **_same(_VALIDATION, "eval_steps", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_every", "eval_delay", "eval_on_start"),
+    "eval_on_start": "use {validate_at_start}",
+    **_same(_VALIDATION, "eval_steps", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_every", "eval_delay"),
     **_same(_METHOD, "do_train", "do_eval", "do_predict", "predict_with_generate"),
-    **_same(_SCHEDULE, "lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler"),
-    **_same(_OPTIMIZER, "optim", "optim_args", "adafactor", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "momentum"),
+    "optim": "use {optimizer}",
+    "adafactor": "use {optimizer=adafactor}",
+    **_same("use {betas}", "adam_beta1", "adam_beta2"),
+    **_same("use {scheduler}", "lr_scheduler_type", "lr_scheduler"),
+    **_same(_SCHEDULE, "lr_scheduler_kwargs"),
+    **_same(_OPTIMIZER, "optim_args", "adam_epsilon"),
     **_same("use {device=cpu}", "use_cpu", "no_cuda", "cpu"),
     **_same(_ALWAYS, "save_safetensors", "average_tokens_across_devices",
         "bf16_full_eval", "fp16_full_eval", "eval_accumulation_steps"),
@@ -130,6 +136,7 @@ _HUGGING_FACE = {
         "because the order belongs to the loader: pass a batch_sampler to the DataLoader",
         "group_by_length", "length_column_name",
     ),
+    **_same(_WEIGHTS, "model_name_or_path", "pretrained", "pretrained_model_name_or_path", "init_checkpoint", "from_pretrained"),
     **_same(_NO_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
     **_same(_MODEL, "neftune_noise_alpha", "remove_unused_columns", "label_names"),
     **_same(_NO_TPU, "tpu_num_cores", "tpu_name"),
@@ -169,11 +176,13 @@ _KERAS = {
     **_same("use {gradient_clipping}", "clipnorm", "global_clipnorm", "clip_grad_norm", "grad_clip", "grad_clip_norm", "max_norm"),
     **_same(_DATA, "validation_data", "train_data", "val_data",
         "train_dataloader", "train_dataloaders", "val_dataloaders", "eval_dataloader", "train_dataset", "eval_dataset"),
-    **_same(_VALIDATION, "validation_freq", "validation_steps", "validation_batch_size"),
+    "validation_steps": "use {max_validation_batches}",
+    "validation_batch_size": "because it belongs to the loader: pass a DataLoader with that batch_size as val_data",
+    **_same(_VALIDATION, "validation_freq"),
     **_same(_LOSS, "class_weight", "sample_weight", "loss_weights"),
     "steps_per_execution": "because an update is one step: drop it",
     "run_eagerly": "because nothing is compiled unless {compile} is set: drop it",
-    **_same(_OBJECT, "model", "optimizer", "optimizers", "scheduler", "schedulers", "loss_fn", "training_step", "metrics", "callbacks"),
+    **_same(_OBJECT, "model", "optimizers", "schedulers", "loss_fn", "training_step", "metrics", "callbacks"),
 }  # fmt: skip
 
 # Ray's ScalingConfig, RunConfig and their parts
@@ -200,12 +209,12 @@ _COMPOSER = {
     "progress_bar": "use {verbose}",
     "step_schedulers_every_batch": "use {scheduler_interval}",
     "train_subset_num_batches": _LIMIT,
+    "load_weights_only": _WEIGHTS,
     **_same(_RESUME, "load_path", "autoresume", "resume", "checkpoint", "ckpt"),
 }
 
 # torchrun and other launchers
 _TORCHRUN = {
-    "nnodes": "use {num_nodes}",
     "nodes": "use {num_nodes}",
     "standalone": "because one node needs no rendezvous endpoint: drop it",
     "hosts": "because you start the command on each node: use {num_nodes}, {node_rank} and {master_addr}",
@@ -214,7 +223,7 @@ _TORCHRUN = {
     "module": "because --script FILE names the script",
     "start_method": "because workers are always forked from a process that has imported the engine",
     **_same("use {nproc_per_node}", "nproc", "np", "n_procs", "nprocs", "n_gpu"),
-    **_same(_RENDEZVOUS, "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr"),
+    **_same(_RENDEZVOUS, "rdzv_backend", "rdzv_id", "rdzv_conf", "local_addr"),
     **_same(_LOGS, "log_dir", "redirects", "tee"),
 }  # fmt: skip
 
@@ -233,7 +242,7 @@ _SCRIPTS = {
 # name -> the answer, in which `{setting}` and `{setting=value}` stand for our settings
 PEERS: Mapping[str, str] = {
     **_LIGHTNING, **_HUGGING_FACE, **_ACCELERATE, **_KERAS, **_RAY, **_COMPOSER, **_TORCHRUN, **_SCRIPTS,
-    **{name: answer for row in REGISTRY.values() for name, answer in row.peers.items()},
+    **{name: answer for entry in REGISTRY.values() for name, answer in entry.peers.items()},
     **dict.fromkeys(LATER, _LATER),
 }  # fmt: skip
 

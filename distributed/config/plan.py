@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig
 from distributed.config.registry import (
-    backend_row,
+    backend_entry,
     cpus_only_reason,
     default_backend,
+    fixed_size_reason,
     one_process_reason,
     require_installed,
 )
@@ -32,7 +33,7 @@ class ProcessPlan:
     nproc_per_node: int
     device: str  # "cpu" or "cuda"
     backend: str
-    # Name -> size, the outermost axis first. Without any, all processes are replicas with data of their own.
+    # Name -> size, the outermost axis first. If empty, every process is a replica and gets different samples.
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -66,6 +67,21 @@ class BatchPlan:
     gradient_accumulation_steps: int
     data_parallel_size: int
     global_batch_size: int
+    # The `batch_size` with all processes of a run that now has fewer, by which `lr_scaling` scales the rates; 0 with all processes.
+    full_batch_size: int = 0
+    max_samples: int = 0  # the first samples of a validation set that a validation reads; 0: all
+    max_batches: int = 0  # the same for the items of a batch sampler, each of which is a global batch
+
+    @property
+    def lr_ratio(self) -> float:
+        """The global batch size divided by the batch size, for `lr_scaling`."""
+        return self.global_batch_size / (self.full_batch_size or self.batch_size)
+
+    def with_fewer(self, data_parallel_size: int) -> BatchPlan:
+        """Return the plan of the same global batch for fewer processes. No micro-batch becomes larger."""
+        steps = -(-self.global_batch_size // (self.batch_size * data_parallel_size))
+        batch_size = -(-self.global_batch_size // (steps * data_parallel_size))
+        return BatchPlan(batch_size, steps, data_parallel_size, self.global_batch_size, self.batch_size)
 
     def __str__(self) -> str:
         product = self.batch_size * self.gradient_accumulation_steps * self.data_parallel_size
@@ -78,17 +94,18 @@ class BatchPlan:
 
 
 def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
-    """Return the line that says which workers start now, and what takes long in it.
+    """Return the line that announces the workers that start now, and which part of the start takes long.
 
     Args:
         plan: the processes of the run.
-        is_chosen: False if no backend was chosen outside the script. The line then names none, as the script may choose
-            one.
+        is_chosen: False if no backend was chosen outside the script. The line then names no backend, because the script
+            may choose one.
     """
-    workers = f"starting {plan.nproc_per_node} worker{'s' * (plan.nproc_per_node > 1)}"
+    count = plan.world_size if backend_entry(plan.backend).places_workers else plan.nproc_per_node
+    workers = f"starting {count} worker{'s' * (count > 1)}"
     if not is_chosen:
         return f"{workers} ({plan.device})"
-    note = backend_row(plan.backend).start_note
+    note = backend_entry(plan.backend).start_note
     return f"{workers} ({plan.backend}, {plan.device})" + (f": {note}" if note else "")
 
 
@@ -106,6 +123,8 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
         ResourceError: this machine has too few GPUs, or the backend is not installed.
     """
     nodes, asked = config.num_nodes, _asked_device(config)
+    if config.is_elastic and (why := fixed_size_reason(config.backend or default_backend(2))):
+        raise ConfigError(f"the number of processes cannot change with backend={config.backend!r}: {why}")
     per_node, gpus = config.nproc_per_node, config.gpus_per_node
     if gpus == 0 and config.num_gpus:
         raise ConfigError(f"num_gpus={config.num_gpus} contradicts gpus_per_node=0: drop one of them")
@@ -154,12 +173,25 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
     return ProcessPlan(nodes, processes, device, choose_backend(config, nodes * processes))
 
 
+def check_nodes(merged: MergedConfig, plan: ProcessPlan) -> None:
+    """Raise ConfigError if the launchers of several nodes are to join each other and nobody has said where."""
+    is_for_us = plan.num_nodes > 1 and not backend_entry(plan.backend).places_workers
+    if is_for_us and not merged.is_given("master_addr"):
+        raise ConfigError(
+            f"num_nodes={plan.num_nodes} needs the address of node 0 on every node: set master_addr (--master-addr HOST)"
+        )
+    if merged.config.min_nodes not in (None, plan.num_nodes) and not merged.config.max_restarts:
+        raise ConfigError(
+            "max_restarts=0 ends the run when a node is lost: set max_restarts=1 or more, or a fixed num_nodes"
+        )
+
+
 def _asked_device(config: DistributedConfig) -> str | None:
     """Return the device that the settings or the backend ask for, or None if the machine decides.
 
-    Raises ConfigError for GPUs beside a backend that trains on CPUs only.
+    Raises ConfigError if GPUs are asked for with a backend that trains on CPUs only.
     """
-    if config.backend is None or not backend_row(config.backend).cpus_only:
+    if config.backend is None or not backend_entry(config.backend).cpus_only:
         return config.device
     for name in ("device", "num_gpus", "gpus_per_node"):
         value = getattr(config, name)
@@ -171,10 +203,10 @@ def _asked_device(config: DistributedConfig) -> str | None:
 def _may_share(config: DistributedConfig) -> bool:
     """Return whether several processes may train on one GPU.
 
-    NCCL refuses that, so gloo and the GPU must be set explicitly.
+    NCCL refuses to share a GPU, so `communication_backend="gloo"` and `device="cuda"` must be set explicitly.
     """
-    row = backend_row(config.backend or default_backend(2))
-    return row.shares_gpus and config.device == "cuda" and config.communication_backend == "gloo"
+    entry = backend_entry(config.backend or default_backend(2))
+    return entry.shares_gpus and config.device == "cuda" and config.communication_backend == "gloo"
 
 
 def _flags_for_cpus(config: DistributedConfig, processes: int) -> str:
@@ -189,12 +221,12 @@ def _flags_for_cpus(config: DistributedConfig, processes: int) -> str:
 def choose_backend(config: DistributedConfig, world_size: int) -> str:
     """Return the backend for `world_size` processes.
 
-    Raises ConfigError if the chosen one cannot run that many, and ResourceError if it is not installed.
+    Raises ConfigError if the chosen backend cannot run that many processes, and ResourceError if it is not installed.
     """
     backend = config.backend or default_backend(world_size)
     if config.backend is not None:
-        require_installed(backend_row(backend))
-    if backend_row(backend).single_process and world_size > 1:
+        require_installed(backend_entry(backend))
+    if backend_entry(backend).single_process and world_size > 1:
         raise ConfigError(f"backend={backend!r} does not work with {world_size} processes: {one_process_reason()}")
     return backend
 
@@ -213,21 +245,26 @@ def mixed_precision(config: DistributedConfig, device: str) -> str:
     return meant
 
 
-def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size: int | None = None) -> BatchPlan:
+def plan_batch(
+    merged: MergedConfig, data_parallel_size: int, loader_batch_size: int | None = None, *, full_size: int | None = None
+) -> BatchPlan:
     """Solve the batch equation.
 
-    A loader's own batch size counts as set in code: it is stronger than a file, and a flag, a sweep value or a
-    `global_batch_size` overrides it. A different `batch_size` in code is an error.
+    A loader's own batch size counts as set in code: it overrides a value in a file, and is overridden by a flag, a sweep
+    value or a `global_batch_size`. A different `batch_size` that was given to Trainer is an error.
 
     Args:
         merged: the settings with their sources.
         data_parallel_size: the number of processes that get different samples.
         loader_batch_size: the batch size of the training loader in samples. None if it has none, or DataLoader's
             default of 1.
+        full_size: the number of processes when none is missing, which sets the global batch. None if none is missing.
 
     Raises:
         ConfigError: the given values do not agree. The message has the numbers.
     """
+    if full_size is not None and full_size != data_parallel_size:
+        return plan_batch(merged, full_size, loader_batch_size).with_fewer(data_parallel_size)
     config, n = merged.config, data_parallel_size
     batch = config.batch_size if merged.is_given("batch_size") else None
     total = config.global_batch_size
@@ -242,7 +279,7 @@ def plan_batch(merged: MergedConfig, data_parallel_size: int, loader_batch_size:
     if total is None:
         batch, steps = batch or config.batch_size, steps or 1
         return BatchPlan(batch, steps, n, batch * steps * n)
-    if batch is not None and steps is not None and batch != -(-total // (steps * n)):  # the largest slice
+    if batch is not None and steps is not None and batch != -(-total // (steps * n)):  # `batch` is the largest slice
         raise ConfigError(
             f"global_batch_size={total} is not batch_size={batch} x gradient_accumulation_steps={steps}"
             f" x data_parallel_size={n} = {batch * steps * n}: drop one of the three"

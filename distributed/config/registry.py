@@ -1,23 +1,37 @@
-"""The registry of backends. A new backend is one file and one row here."""
+"""The registry of backends. A new backend is one file and one entry here.
+
+An entry names code of `distributed.backends` as text. That room loads what is named; here `option_class` does, so that settings
+can be checked.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
 
-if TYPE_CHECKING:
-    from distributed.config.settings import DistributedConfig
+
+@dataclass(frozen=True)
+class PeerErrors:
+    """The errors that a library raises on a rank because another rank has ended. They are never the cause of a failure.
+
+    They are recognized under every backend, because a script may use the library without a Trainer.
+    """
+
+    types: tuple[str, ...] = ()  # names of exceptions that are raised for no other reason
+    general_types: tuple[str, ...] = ()  # names of exceptions that count if their message contains one of `messages`
+    messages: tuple[str, ...] = ()  # parts of messages
 
 
 @dataclass(frozen=True)
-class BackendRow:
+class BackendEntry:
     """What the rest of the package knows of a backend without importing it."""
 
     name: str  # the value of `backend`
@@ -29,13 +43,14 @@ class BackendRow:
     install: str  # the exact command that installs them
     summary: str  # what it does, for help and documentation
     single_process: bool = False  # refuses more than one process
+    fixed_size: str = ""  # why the number of processes cannot change during a run; "" if it can
     cpus_only: bool = False  # refuses GPUs, and trains on CPUs on a machine that has some
     is_default: bool = False  # used when no backend is set: for one process if `single_process`, else for several
     rendezvous: str | None = None  # "module:Class" of the rendezvous that our launcher opens for each attempt
-    # "module:Class" of a `Starting` (`distributed.backends.starting`), which answers before any process trains.
+    # "module:Class" of a `Starting` (see `distributed.backends.starting`), which checks and prepares a start of this backend.
     starting: str = "distributed.backends.starting:Starting"
     alone: str = "single"  # the backend for evaluating and predicting in one process
-    # "module:function", called as `(LaunchRequest, WorkerEnvironment, report)` in each worker before the user's script.
+    # "module:function", called as `(LaunchRequest, WorkerEnvironment, on_event)` in each worker before the user's script.
     before_script: str = ""
     # "module:function" that our launcher calls with its LaunchRequest before it forks a worker, to import for all of them what
     # `preload` cannot name because it depends on the request.
@@ -43,28 +58,37 @@ class BackendRow:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the group
     # Settings of other tools for this engine -> our counterpart, see `distributed.config.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
-    for_launcher: tuple[str, ...] = ()  # options that its launcher reads. They also apply to scripts without a Trainer
+    for_launcher: tuple[str, ...] = ()  # options that the launcher reads. They also apply to scripts without a Trainer
     cuts_model: bool = False  # each process holds a part of each parameter, so that a larger model fits
+    places_workers: bool = False  # it chooses the nodes of the workers, so one command starts those of all nodes
     shares_gpus: bool = False  # several processes may train on one GPU, over gloo
     compiled: str | None = None  # a module of its library that loads only with the torch that it was built for
-    # A trainer that pins the backend `instead_of` runs on this one if one of its options `chosen_by` is set in code.
+    # A trainer that pins the backend `instead_of` runs on this backend if code sets one of the options `chosen_by` of this one.
     instead_of: str | None = None
     chosen_by: tuple[str, ...] = ()
-    # Environment variables that its workers get before the script runs, unless the user has set them. Keras reads its
-    # engine when it is imported and cannot change it afterwards.
+    # Environment variables that its workers get before the script runs, unless the user has set them. Keras reads
+    # KERAS_BACKEND when it is imported and cannot change its engine afterwards.
     environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
-    # Environment variables that its launcher gets with `profile`, before it imports the engine, unless the user has set them.
+    # Environment variables that the launcher gets with `profile` before it imports the engine, unless the user has set them.
     profile_environ: Mapping[str, str] = field(default_factory=dict)
-    hints: Mapping[str, str] = field(
-        default_factory=dict
-    )  # part of an error message of a script -> what it means, in one line
+    # Part of an error message of a script -> what it means, in one line.
+    hints: Mapping[str, str] = field(default_factory=dict)
     start_note: str = ""  # what takes long before the first output of its workers, for the line that announces them
-    # "module:function" that returns whether a script joined other processes by this engine's own call. It is called
-    # even if the engine is not loaded. `joining_modules` are modules that a script imports only to join others.
+    # "module:function" that returns whether a script joined other processes by this engine's own call. The function is
+    # called even if the engine is not loaded. `joining_modules` are modules that a script imports only to join others.
     has_joined: str = ""
     joining_modules: tuple[str, ...] = ()
     seed: str = ""  # "module:function" that seeds the generators of the engine, which need not be loaded
-    listens: str = ""  # warning about what several workers open to others and cannot close
+    # "module:function" called in each worker before the script with the file that all workers share, or with None if they share
+    # none. It makes the engine's own call in a script find the other workers. If the engine is installed, it is loaded.
+    use_store: str = ""
+    # "module:function" that returns the name of the engine's profiler if it records this process, else None. The engine need not
+    # be loaded.
+    active_profiler: str = ""
+    # "module:function" that returns the data of a fit without what cannot be pickled. The engine need not be loaded.
+    picklable: str = ""
+    peer_errors: PeerErrors = PeerErrors()  # in one entry of each library
+    listens: str = ""  # warning about ports that several workers open to other machines and cannot close
 
     @property
     def reinstall(self) -> str:
@@ -72,12 +96,22 @@ class BackendRow:
         return self.install.replace("pip install", "pip install --force-reinstall")
 
 
-# AdamW and DDP import torch._dynamo on first use, which takes a second per worker. The fork server imports it once.
+# AdamW and DDP of torch 2.13 import torch._dynamo on first use, which takes a second per worker. The fork server imports it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
 _TORCH_STARTING = "distributed.backends.starting:TorchStarting"
-# torch (2.13) reads it once, when it is imported. Without it, torch's profiler prints lines about its start and stop.
+# Without KINETO_LOG_LEVEL, torch's profiler (2.13) prints lines when it starts and stops. Torch reads it once, on import.
 _TORCH_PROFILE = {"KINETO_LOG_LEVEL": "99"}
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
+# Of torch (2.13), and of gloo and NCCL below it.
+_TORCH_PEER_ERRORS = PeerErrors(
+    types=("DistNetworkError", "DistStoreError"), general_types=("DistBackendError", "DistError"),
+    messages=(
+        "Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout",
+        "recvValue failed", "sendBytes failed", "recvBytes failed", "failed to recv", "timed out after",
+        "Timed out waiting", "wait timeout", "connectFullMesh failed", "remote process exited",
+        "NCCL communicator was aborted", "unhandled system error",
+    ),
+)  # fmt: skip
 # Messages of torch 2.13 for a float32 model with float64 data, by kind of layer or loss.
 _DOUBLE_DATA = (
     "but got Double and Float", "but got: double != float", "Input type (double) and", "Found dtype Double but expected Float",
@@ -88,15 +122,15 @@ _DOUBLE_HINT = (
     " the Trainer train in float64 with dtype='float64'"
 )
 
-REGISTRY: dict[str, BackendRow] = {
-    row.name: row
-    for row in (
-        BackendRow(
+REGISTRY: dict[str, BackendEntry] = {
+    entry.name: entry
+    for entry in (
+        BackendEntry(
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "one process, no communication", single_process=True, is_default=True,
             profile_environ=_TORCH_PROFILE, hints=dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT),
         ),
-        BackendRow(
+        BackendEntry(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "PyTorch DistributedDataParallel: a full copy of the model in every process", is_default=True,
             aliases={
@@ -111,8 +145,11 @@ REGISTRY: dict[str, BackendRow] = {
             },
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE, shares_gpus=True,
             has_joined="distributed.backends._torch.joined:has_joined", seed="distributed.backends._torch.seeding:seed",
+            use_store="distributed.backends._torch.worker_store:use",
+            active_profiler="distributed.backends._torch.caller:active_profiler",
+            picklable="distributed.backends._torch.caller:picklable", peer_errors=_TORCH_PEER_ERRORS,
         ),
-        BackendRow(
+        BackendEntry(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state sharded across the processes", cuts_model=True,
@@ -124,11 +161,11 @@ REGISTRY: dict[str, BackendRow] = {
                 "fsdp_min_num_params": "use {fsdp.min_num_params}", "sharding_strategy": "use {fsdp.reshard_after_forward}",
             },
         ),
-        BackendRow(
+        BackendEntry(
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
             "Ray Train starts the processes on its own or an existing cluster; the step is that of DDP or FSDP2",
-            starting="distributed.backends._ray.starting:RayStarting", for_launcher=("cpus_per_worker",),
+            starting="distributed.backends._ray.starting:RayStarting", places_workers=True, for_launcher=("cpus_per_worker",),
             joining_modules=("ray",), start_note="Ray itself starts first, which can take half a minute",
             peers={
                 "resources_per_worker": "use {ray.cpus_per_worker}",
@@ -136,7 +173,7 @@ REGISTRY: dict[str, BackendRow] = {
                 "run_config": "because each of its fields is a setting: use {keep_latest_k} or {max_restarts}",
             },
         ),
-        BackendRow(
+        BackendEntry(
             "deepspeed", "distributed.backends.deepspeed", "DeepSpeedBackend", "deepspeed", _TORCH_PRELOAD,
             ("torch", "deepspeed"), "pip install 'distributed-trainer[deepspeed]'",
             "DeepSpeed ZeRO: optimizer state, gradients and parameters sharded across the processes, by stage",
@@ -148,20 +185,21 @@ REGISTRY: dict[str, BackendRow] = {
             warm_up="distributed.backends._deepspeed.loading:warm_up",
             start_note="importing DeepSpeed takes some seconds",
         ),
-        BackendRow(
+        BackendEntry(
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
             starting="distributed.backends._horovod.starting:HorovodStarting", profile_environ=_TORCH_PROFILE,
             rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
+            peer_errors=PeerErrors(general_types=("HorovodInternalError",), messages=("Horovod has been shut down",)),
             hints={
                 "'Variable' object has no attribute 'ref'": "Horovod's BroadcastGlobalVariablesCallback does not work with Keras 3:"
                 " train the model with distributed.Trainer and --backend horovod, or drop the callback and call"
                 " model.set_weights([hvd.broadcast(each, 0).numpy() for each in model.get_weights()]) before model.fit"
             },
         ),
-        BackendRow(
+        BackendEntry(
             "tensorflow", "distributed.backends.tensorflow", "TensorFlowBackend", "tensorflow", (), ("torch", "tensorflow", "keras"),
             "pip install 'distributed-trainer[tensorflow]'",
             "Keras 3 models on TensorFlow: one process per device, or one process on all devices (mirrored)", alone="tensorflow",
@@ -185,8 +223,8 @@ LATER = ("tensor-parallel", "pipeline")
 TRANSPORTS = ("nccl", "gloo", "mpi")  # the values of `communication_backend`
 
 
-def backend_row(name: str) -> BackendRow:
-    """Return the registry row of `name`.
+def backend_entry(name: str) -> BackendEntry:
+    """Return the registry entry of `name`.
 
     Raises ConfigError for an unknown name, with the nearest known one.
     """
@@ -201,43 +239,36 @@ def backend_row(name: str) -> BackendRow:
     raise ConfigError(f"backend={name!r} is not known{nearest(name, REGISTRY)}: choose one of {', '.join(REGISTRY)}")
 
 
-def row_in_use(config: DistributedConfig, name: str) -> BackendRow:
-    """Return the registry row of `name` as changed by its options in `config`."""
-    row = backend_row(name)
-    found: BackendRow = starting_of(name).row(config.options(row.group))
-    return found
+def installed_version(name: str) -> str | None:
+    """Return the version of the distribution `name`, or of one that contains a module of that name (such as
+    tensorflow-cpu). None if there is none. Imports neither."""
+    import importlib.metadata  # takes 25 ms, and only a check of versions needs it
+
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    for distribution in importlib.metadata.packages_distributions().get(name, ()):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return importlib.metadata.version(distribution)
+    return None
 
 
-def backend_class(name: str) -> type[Any]:
-    """Return the adapter class of backend `name`, a `Backend`. Its module is imported, but not its engine."""
-    row = backend_row(name)
-    cls: type[Any] = getattr(importlib.import_module(row.module), row.class_name)
-    return cls
-
-
-def starting_of(name: str) -> Any:
-    """Return how a run of backend `name` starts, a `distributed.backends.starting.Starting`. Loads no engine."""
-    row = backend_row(name)
-    return pkgutil.resolve_name(row.starting)(row)
-
-
-def missing_libraries(row: BackendRow) -> tuple[str, ...]:
+def missing_libraries(entry: BackendEntry) -> tuple[str, ...]:
     """Return the libraries that the backend needs and this environment lacks. Imports nothing."""
-    return tuple(name for name in row.requires if not is_installed(name))
+    return tuple(name for name in entry.requires if not is_installed(name))
 
 
-def require_installed(row: BackendRow) -> None:
+def require_installed(entry: BackendEntry) -> None:
     """Raise ResourceError if libraries of the backend are missing or hidden by a file of the user. Imports nothing.
 
     The message has the command that installs them, or the file to rename.
     """
-    for name in row.requires:
+    for name in entry.requires:
         check_not_hidden(name)
-    missing = missing_libraries(row)
+    missing = missing_libraries(entry)
     if missing:
         are = "is" if len(missing) == 1 else "are"
         raise ResourceError(
-            f"backend {row.name!r} needs {' and '.join(missing)}, which {are} not installed: run {row.install}"
+            f"backend {entry.name!r} needs {' and '.join(missing)}, which {are} not installed: run {entry.install}"
         )
 
 
@@ -253,13 +284,13 @@ def import_library(backend: str, module: str) -> ModuleType:
         reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
         raise ResourceError(
             f"backend {backend!r} needs {module}, which is installed but does not load ({reason}): run"
-            f" {backend_row(backend).reinstall}"
+            f" {backend_entry(backend).reinstall}"
         ) from error
 
 
 def hint_of(message: str) -> str | None:
-    """Return the hint for the error `message` of a script from any row of the registry, or None if there is none."""
-    hints = ((word, hint) for row in REGISTRY.values() for word, hint in row.hints.items())
+    """Return the hint for the error `message` of a script from any entry of the registry, or None if there is none."""
+    hints = ((word, hint) for entry in REGISTRY.values() for word, hint in entry.hints.items())
     return next((hint for word, hint in hints if word in message), None)
 
 
@@ -268,28 +299,29 @@ def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]
 
     `option` is the option in `code` that selects another backend, or None if none does.
     """
-    for row in REGISTRY.values():
-        given = [option for option in row.chosen_by if option in (code.get(row.group) or {})]
-        if row.instead_of == name and given:
-            return row.name, f"{row.group}.{given[0]}"
+    for entry in REGISTRY.values():
+        given = [option for option in entry.chosen_by if option in (code.get(entry.group) or {})]
+        if entry.instead_of == name and given:
+            return entry.name, f"{entry.group}.{given[0]}"
     return name, None
-
-
-def groups_in_use(config: DistributedConfig, name: str) -> tuple[str, ...]:
-    """Return the groups of options that apply to backend `name`, its own first."""
-    row = backend_row(name)
-    further = starting_of(name).groups(config.options(row.group))
-    return (row.group, *(backend_row(each).group for each in further))
 
 
 def default_backend(world_size: int) -> str:
     """Return the backend of a run of `world_size` processes if none is set."""
-    return next(row.name for row in REGISTRY.values() if row.is_default and row.single_process == (world_size == 1))
+    return next(
+        entry.name for entry in REGISTRY.values() if entry.is_default and entry.single_process == (world_size == 1)
+    )
 
 
 def one_process_reason() -> str:
     """Return why a backend with `single_process` refuses several processes, and what to use instead."""
     return f"it runs one process: set backend={default_backend(2)!r}, or nproc_per_node=1 on one node"
+
+
+def fixed_size_reason(name: str) -> str:
+    """Return why the number of processes of the backend `name` cannot change during a run, or "" if it can."""
+    entry = backend_entry(name)
+    return one_process_reason() if entry.single_process else entry.fixed_size
 
 
 def cpus_only_reason() -> str:
@@ -298,7 +330,10 @@ def cpus_only_reason() -> str:
 
 
 def option_class(group: str) -> type[Any]:
-    """Return the `Options` class of the backend whose group of options is `group`. Its engine is not imported."""
-    (name,) = (row.name for row in REGISTRY.values() if row.group == group)
-    options: type[Any] = backend_class(name).Options
+    """Return the `Options` class of the backend whose group of options is `group`, to check them.
+
+    The entry names it. Its module is imported, but not its engine.
+    """
+    (entry,) = (entry for entry in REGISTRY.values() if entry.group == group)
+    options: type[Any] = pkgutil.resolve_name(f"{entry.module}:{entry.class_name}.Options")
     return options

@@ -3,23 +3,51 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from distributed.config.fields import FrozenDict, Rule, Written, check, check_options, in_code, rules, setting
+from distributed.config.addresses import check_address, is_address
+from distributed.config.fields import (
+    FrozenDict,
+    Rule,
+    Written,
+    check,
+    check_options,
+    factors,
+    in_code,
+    lower,
+    pair,
+    rules,
+    setting,
+    words,
+)  # fmt: skip
 from distributed.config.peers import answer_for, with_answer
-from distributed.config.registry import REGISTRY, TRANSPORTS, backend_row, default_backend, option_class
+from distributed.config.registry import REGISTRY, TRANSPORTS, backend_entry, default_backend, option_class
 from distributed.errors import ConfigError, nearest
 
-RESOURCES, TRAINING, OPTIMIZATION = "Resources", "Training", "Optimization"
+RESOURCES, TRAINING, VALIDATION, OPTIMIZATION = "Resources", "Training", "Validation", "Optimization"
 COMMUNICATION, CHECKPOINTS, MONITORING, FAULTS = "Communication", "Checkpoints", "Monitoring", "Faults"
 
 
+DEFAULT_PORT = 29500  # of node 0 with several nodes, as in torchrun
+RANGES = {"min_nodes": "num_nodes", "min_nproc_per_node": "nproc_per_node"}  # the fewest -> the most
 _LONGEST_S = 100_000_000  # three years; much larger timeouts overflow in Python and torch
+
+# Optimizer or schedule that a setting can name -> the settings of its own that it takes. Every optimizer also takes learning_rate,
+# weight_decay and layer_rates.
+OPTIMIZERS: Mapping[str, tuple[str, ...]] = {
+    "adamw": ("betas",), "adam": ("betas",), "sgd": ("momentum",), "adafactor": (), "muon": ("betas", "momentum"),
+}  # fmt: skip
+_FALLING = ("scheduler_steps", "min_learning_rate")
+SCHEDULES: Mapping[str, tuple[str, ...]] = {
+    "constant": (), "linear": _FALLING, "cosine": _FALLING, "polynomial": (*_FALLING, "scheduler_power"),
+    "wsd": (*_FALLING, "scheduler_decay_ratio"),
+}  # fmt: skip
 
 # The groups of options: name -> help text. `ddp={"bucket_cap_mb": 50}` in code, `ddp:` in YAML.
 GROUPS: Mapping[str, str] = {
-    **{row.group: f"options of backend {row.name}" for row in REGISTRY.values()},
+    **{entry.group: f"options of backend {entry.name}" for entry in REGISTRY.values()},
     "data": "options of the data pipeline",
 }
 
@@ -39,7 +67,7 @@ class DistributedConfig:
 
     Settings are passed by name; `python -m distributed.cli train --help` describes them. The object is frozen. `given`
     holds the settings that were passed explicitly: a file or a flag can fill in the others. `dataclasses.replace` keeps
-    `given` and adds what it changes.
+    `given` and `notices` and adds to them what it is passed.
 
     Raises:
         ConfigError: a name is unknown or a value is wrong. The message names the fix.
@@ -51,18 +79,23 @@ class DistributedConfig:
     num_nodes: int = setting(1, "machines", minimum=1, group=RESOURCES)
     gpus_per_node: int | None = setting(None, "GPUs per node, with one process per GPU", int, minimum=0, group=RESOURCES)
     nproc_per_node: int | None = setting(None, "processes per node", int, minimum=1, group=RESOURCES)
+    min_nodes: int | None = setting(None, "fewest machines with which the run goes on; num_nodes=MIN:MAX sets both (default: num_nodes)", int, minimum=1, group=RESOURCES)
+    min_nproc_per_node: int | None = setting(None, "fewest processes with which a node goes on; nproc_per_node=MIN:MAX sets both (default: nproc_per_node)", int, minimum=1, group=RESOURCES)
     device: str | None = setting(None, "cuda or cpu (default: cuda if available)", str, choices=("cpu", "cuda"), group=RESOURCES)
     node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1", minimum=0, group=RESOURCES)
     master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
-    master_port: int | None = setting(None, "port of node 0 (default or 0: a free one)", int, minimum=0, maximum=65535, group=RESOURCES)
+    master_port: int | None = setting(None, f"port of node 0 (default or 0: a free one, or {DEFAULT_PORT} with several nodes)", int, minimum=0, maximum=65535, group=RESOURCES)
     address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: start a new one)", str, group=RESOURCES)
+    wait: bool | float = setting(False, "seconds to wait for resources that the cluster at the address lacks (true: no limit; default: no wait)", bool, float, above=0, maximum=_LONGEST_S, group=RESOURCES)
 
     communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=TRANSPORTS, group=COMMUNICATION)
     timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
     start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
+    node_timeout: float = setting(120.0, "seconds to wait for a lost node, or its replacement", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
 
     monitor_interval: float = setting(0.1, "seconds between two checks of the workers", above=0, maximum=_LONGEST_S, group=FAULTS)
     max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, group=FAULTS)
+    elastic_interval_s: float = setting(300.0, "seconds until lost processes are replaced, and at most until a new node takes part, if the number may change", above=0, maximum=_LONGEST_S, group=FAULTS)
     restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", group=FAULTS)
     nan_policy: str = setting("stop", "what a NaN or infinite loss or gradient does: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
 
@@ -74,12 +107,28 @@ class DistributedConfig:
     batch_size: int = setting(32, "samples per device and micro-batch", minimum=1, group=TRAINING)
     global_batch_size: int | None = setting(None, "samples per update (default: batch_size x gradient_accumulation_steps x processes)", int, minimum=1, group=TRAINING)
     gradient_accumulation_steps: int = setting(1, "micro-batches per update", minimum=1, group=TRAINING)
+    init_from: str | None = setting(None, "start from the weights of a run, a checkpoint or a .safetensors file, with a new optimizer and at step 0", str, group=TRAINING)
     dtype: str = setting("float32", "float32, or float64 for exact comparisons", choices=("float32", "float64"), group=TRAINING)
-    early_stopping_patience: int | None = setting(None, "stop after this many epochs without a better monitor", int, minimum=1, group=TRAINING)
-    monitor: str = setting("val_loss", "the metric that decides the best checkpoint and early stopping", group=TRAINING)
-    monitor_mode: str = setting("min", "whether the min or max of the monitor is best", choices=("min", "max"), group=TRAINING)
 
-    learning_rate: float = setting(1e-3, "learning rate of the default AdamW; it replaces the rate of an optimizer that you pass", above=0, group=OPTIMIZATION)
+    validate_every_n_steps: int | None = setting(None, "updates between two validations (default: validate after each epoch)", int, minimum=1, group=VALIDATION)
+    validate_every_s: float | None = setting(None, "seconds between two validations (default: validate after each epoch)", float, above=0, maximum=_LONGEST_S, group=VALIDATION)
+    validate_at_start: bool = setting(False, "also validate before the first update", group=VALIDATION)
+    max_validation_batches: int | None = setting(None, "number of batches of each validation set that a validation reads (default: all)", int, minimum=1, group=VALIDATION)
+    early_stopping_patience: int | None = setting(None, "stop after this many validations, or epochs without validation, in which the monitor is not better", int, minimum=1, group=VALIDATION)
+    monitor: str = setting("val_loss", "the metric that decides the best checkpoint and early stopping", group=VALIDATION)
+    monitor_mode: str = setting("min", "whether the min or max of the monitor is best", choices=("min", "max"), group=VALIDATION)
+
+    optimizer: str | None = setting(None, "adamw, adam, sgd, adafactor or muon (default: AdamW with torch's defaults, or the optimizer that the script passes)", str, choices=tuple(OPTIMIZERS), group=OPTIMIZATION, convert=lower)
+    learning_rate: float = setting(1e-3, "learning rate of the default AdamW or of optimizer; it replaces the rate of an optimizer that you pass", above=0, group=OPTIMIZATION)
+    weight_decay: float | None = setting(None, "decay of weights, not of biases and norms (default: 0.01 with adamw and muon, else 0)", float, minimum=0, group=OPTIMIZATION)
+    betas: tuple[float, float] | None = setting(None, "coefficients of Adam's averages of the gradient and of its square, as B1,B2 (default: 0.9,0.999)", tuple, group=OPTIMIZATION, convert=pair)
+    momentum: float | None = setting(None, "momentum of sgd and muon (default: 0 with sgd, 0.95 with muon)", float, minimum=0, maximum=1, group=OPTIMIZATION)
+    layer_rates: dict[str, float] | None = setting(None, "factors of the learning rate by the start of a parameter's name, as NAME=FACTOR,...", dict, group=OPTIMIZATION, convert=factors)
+    scheduler: str | None = setting(None, "schedule of the rate: constant, linear, cosine, polynomial or wsd (default: constant, or the schedule that the script passes)", str, choices=tuple(SCHEDULES), group=OPTIMIZATION, convert=lower)
+    scheduler_steps: int | None = setting(None, "updates until the schedule has reached its minimum (default: those of the run)", int, minimum=1, group=OPTIMIZATION)
+    min_learning_rate: float = setting(0.0, "rate at the end of the schedule", minimum=0, group=OPTIMIZATION)
+    scheduler_power: float = setting(2.0, "exponent of the polynomial schedule", above=0, group=OPTIMIZATION)
+    scheduler_decay_ratio: float = setting(0.1, "fraction of the updates in which the wsd schedule lowers the rate", above=0, maximum=1, group=OPTIMIZATION)
     lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or its root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
     warmup_steps: int = setting(0, "updates over which the rate rises to its value", minimum=0, group=OPTIMIZATION)
     warmup_start: float | None = setting(None, "fraction of the rate at the first update of a warm-up that rises exponentially (default: it rises linearly)", float, above=0, maximum=1, group=OPTIMIZATION)
@@ -91,7 +140,7 @@ class DistributedConfig:
     activation_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory", group=OPTIMIZATION)
     compile: bool = setting(False, "torch.compile the model (slow first step)", group=OPTIMIZATION)
 
-    checkpoint_dir: str | None = setting(None, "directory of the checkpoints (default: RUN/checkpoints)", str, group=CHECKPOINTS)
+    checkpoint_dir: str | None = setting(None, "directory of the checkpoints, or s3://BUCKET/PATH (default: RUN/checkpoints)", str, group=CHECKPOINTS)
     resume_from_checkpoint: str | bool = setting(False, "a path, or true for the newest verified checkpoint of the run directory", bool, str, group=CHECKPOINTS)
     checkpoint_at_start: bool = setting(False, "also save a checkpoint before the first update", group=CHECKPOINTS)
     checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none by epoch)", int, minimum=1, optional=True, group=CHECKPOINTS)
@@ -102,6 +151,7 @@ class DistributedConfig:
 
     log_every_n_steps: int = setting(50, "updates between two log lines", minimum=1, group=MONITORING)
     verbose: bool = setting(True, "show progress", group=MONITORING)
+    loggers: str | None = setting(None, "loggers to use: tensorboard, mlflow, wandb, csv, or one that a package registers", str, convert=words, group=MONITORING)
     mlflow_tracking: bool = setting(False, "log to MLflow: MLFLOW_TRACKING_URI, else mlflow.db beside the run directory", group=MONITORING)
     mlflow_experiment: str | None = setting(None, "log to this experiment of MLflow (default: the script's name)", str, group=MONITORING)
     mlflow_checkpoint: bool = setting(True, "also store the last checkpoint as an artifact in MLflow", group=MONITORING)
@@ -118,24 +168,66 @@ class DistributedConfig:
     def __init__(self, *args: Any, **settings: Any) -> None:
         """Check and store `settings`. Some spellings of other tools (`bucket_size_mb=5`) are accepted.
 
-        A call that passes every setting is a copy (`**config.to_dict()`). In a copy, a value that equals the default
-        does not count as given.
+        A call that passes every setting is a copy (`**config.to_dict()`). In such a copy, a value that equals the default
+        does not count as given, because it cannot be told from one that was never given.
         """
         if args:
             raise ConfigError("DistributedConfig takes settings by name only: DistributedConfig(batch_size=32, ...)")
-        before = settings.pop(_GIVEN, ())  # what was given in the configuration that `dataclasses.replace` copies
-        given, notices = canonical(settings)
+        source, copied, passed = _split_copy(settings)
+        values, notices = canonical({**without_outranked(copied, canonical(passed)[0]), **passed})
         known = rules(type(self))
         for name, rule in known.items():
-            object.__setattr__(self, name, check_setting(name, given.get(name, rule.default), rule))
-        if len(given) == len(known):  # a copy: nobody writes all settings by hand
-            given = {name: value for name, value in given.items() if name in before or self._is_changed(name)}
+            object.__setattr__(self, name, check_setting(name, values.get(name, rule.default), rule))
+        given = set(values)
+        if source is not None:
+            given = {*without_outranked(source.given, canonical(passed)[0]), *canonical(passed)[0]}
+            notices = [*source.notices, *notices]
+        elif len(values) == len(known):  # a copy: nobody writes all settings by hand
+            given = {name for name in values if self._is_changed(name)}
         object.__setattr__(self, "_given", frozenset(given))
-        object.__setattr__(self, "_notices", tuple(notices))
+        object.__setattr__(self, "_notices", tuple(dict.fromkeys(notices)))
+        self._check_ranges()
         if self.node_rank >= self.num_nodes:
             raise ConfigError(
                 f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0"
             )
+
+    def _check_ranges(self) -> None:
+        """Raise ConfigError if the fewest and the most nodes or processes contradict each other."""
+        for least, most in RANGES.items():
+            low, high = getattr(self, least), getattr(self, most)
+            if low is not None and (high is None or low > high):
+                have = f"{most} is not set" if high is None else f"{most}={high}"
+                raise ConfigError(f"{least}={low}, but {have}: set {most}='{low}:MAX' with a MAX of {low} or more")
+        if self.is_elastic and self.num_gpus:
+            raise ConfigError(
+                f"num_gpus={self.num_gpus} is a fixed number, but the number of processes may change: set gpus_per_node or nproc_per_node"
+            )
+        if (
+            len([least for least, most in RANGES.items() if getattr(self, least) not in (None, getattr(self, most))])
+            > 1
+        ):
+            raise ConfigError("num_nodes and nproc_per_node are both MIN:MAX: give one of them a fixed number")
+        if self.num_nodes > 1 and self.min_nproc_per_node not in (None, self.nproc_per_node):
+            raise ConfigError(
+                f"nproc_per_node={self.min_nproc_per_node}:{self.nproc_per_node} does not work with {self.num_nodes} nodes:"
+                f" set num_nodes='1:{self.num_nodes}' and a fixed nproc_per_node"
+            )
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the number of processes may change during the run."""
+        return any(getattr(self, least) not in (None, getattr(self, most)) for least, most in RANGES.items())
+
+    @property
+    def validates_by_steps(self) -> bool:
+        """Return whether validations are due after a number of updates or seconds, and not after each epoch."""
+        return self.validate_every_n_steps is not None or self.validate_every_s is not None
+
+    @property
+    def logger_names(self) -> tuple[str, ...]:
+        """The names in `loggers`."""
+        return tuple(self.loggers.split(",")) if self.loggers else ()
 
     def _is_changed(self, name: str) -> bool:
         value, default = getattr(self, name), rules(type(self))[name].default
@@ -174,16 +266,41 @@ class DistributedConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return all values by name as plain Python. `given` has only those that were given."""
         values = {name: getattr(self, name) for name in rules(type(self))}
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
+        return {
+            name: dict(value) if isinstance(value, dict) else list(value) if isinstance(value, tuple) else value
+            for name, value in values.items()
+        }
+
+    @property
+    def _copied(self) -> DistributedConfig:
+        """This configuration itself, for `dataclasses.replace`."""
+        return self
 
 
-_GIVEN = "_given"
+def without_outranked(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings `weak` without the fewest nodes or processes where `strong` gives the number alone."""
+    return {name: value for name, value in weak.items() if name in strong or RANGES.get(name) not in strong}
+
+
+_COPIED = "_copied"
+
+
+def _split_copy(settings: Mapping[str, Any]) -> tuple[DistributedConfig | None, dict[str, Any], dict[str, Any]]:
+    """Return (configuration that `dataclasses.replace` copies or None, values copied from it, settings that were passed).
+
+    `dataclasses.replace` first has what it is passed, then the fields that it copies in their order. `_copied` is the
+    first of these, so it stands between the two.
+    """
+    names = list(settings)
+    end = names.index(_COPIED) if _COPIED in settings else len(names)
+    copied, passed = ({name: settings[name] for name in part} for part in (names[end + 1 :], names[:end]))
+    return settings.get(_COPIED), copied, passed
 
 
 class _Fields:
-    """`__dataclass_fields__` of DistributedConfig, with one more entry on instances.
+    """`__dataclass_fields__` of DistributedConfig, with one more entry on instances, which is the first.
 
-    `dataclasses.replace` passes on which settings were given through that entry. It is an InitVar, so
+    Through that entry `dataclasses.replace` passes on the configuration that it copies. It is an InitVar, so
     `dataclasses.fields` and `asdict` leave it out.
     """
 
@@ -192,9 +309,9 @@ class _Fields:
 
         @dataclasses.dataclass
         class Carrier:
-            _given: dataclasses.InitVar[Any] = None
+            _copied: dataclasses.InitVar[Any] = None
 
-        self._all = {**own, _GIVEN: Carrier.__dataclass_fields__[_GIVEN]}
+        self._all = {_COPIED: Carrier.__dataclass_fields__[_COPIED], **own}
 
     def __get__(self, instance: DistributedConfig | None, owner: type) -> dict[str, dataclasses.Field[Any]]:
         return self._own if instance is None else self._all
@@ -234,14 +351,16 @@ def check_setting(name: str, value: Any, rule: Rule, written: Written = in_code)
         options = check_options(group_options(name), checked or {}, name, written)
         return FrozenDict({option: getattr(options, option) for option in checked or {}})
     if name == "backend" and checked is not None:
-        backend_row(checked)
+        backend_entry(checked)
+    if name == "checkpoint_dir" and is_address(checked):
+        return check_address(name, checked)
     return checked
 
 
 def unknown_name(name: str, known: Iterable[str], written: Written = in_code) -> ConfigError:
     """Return the error for a name that is not a setting.
 
-    It names our counterpart of another tool's setting, else the nearest name in `known`.
+    The error names our counterpart if `name` is a setting of another tool, otherwise the nearest name in `known`.
     """
     if answer := answer_for(name.partition(".")[0], written):
         return ConfigError(with_answer(f"{name} is not a setting", answer))
@@ -260,7 +379,8 @@ def _owned(raw: str, name: str) -> ConfigError | None:
 
 # Accepted spellings of other tools: name -> our name. A dotted name is an option of a group.
 ALIASES: Mapping[str, str] = {
-    **{name: f"{row.group}.{option}" for row in REGISTRY.values() for name, option in row.aliases.items()},
+    **{name: f"{entry.group}.{option}" for entry in REGISTRY.values() for name, option in entry.aliases.items()},
+    "nnodes": "num_nodes",
     "gradient_clip_norm": "gradient_clipping",
     "save_interval": "checkpoint_every_n_steps",
     "use_gradient_checkpointing": "activation_checkpointing",
@@ -284,6 +404,28 @@ def nproc_of_world(world_size: Any, num_nodes: Any) -> tuple[Any, str]:
     return per_node, f"world_size is read as nproc_per_node={per_node} on each of {num_nodes} nodes"
 
 
+def _endpoint(name: str, value: Any) -> tuple[str, int]:
+    """Return the host and the port of torchrun's HOST[:PORT]. Raises ConfigError for any other value."""
+    found = re.fullmatch(r"(?P<host>[^\[\]:]+|\[[^\]]+\])(:(?P<port>\d+))?", value) if isinstance(value, str) else None
+    if found is None:
+        raise ConfigError(f"{name}={value!r} is not HOST:PORT: set the address of node 0 and its port")
+    return found["host"].strip("[]"), int(found["port"] or DEFAULT_PORT)
+
+
+def _range(name: str, value: Any) -> tuple[int, int] | None:
+    """Return the fewest and the most of MIN:MAX, or of a pair. Return None for any other value. Raises ConfigError for a wrong order."""
+    found = re.fullmatch(r"(\d+):(\d+)", value) if isinstance(value, str) else None
+    pair = found.groups() if found else tuple(value) if isinstance(value, (list, tuple)) and len(value) == 2 else None
+    if pair is None or not all(str(each).isdigit() for each in pair):
+        return None
+    low, high = map(int, pair)
+    if not 1 <= low <= high:
+        raise ConfigError(
+            f"{name}={value!r} is not MIN:MAX with 1 <= MIN <= MAX: write {name}='{max(1, min(low, high))}:{max(1, low, high)}'"
+        )
+    return low, high
+
+
 def canonical(
     given: Mapping[str, Any], flat: Iterable[str] = (), written: Written = in_code
 ) -> tuple[dict[str, Any], list[str]]:
@@ -302,7 +444,8 @@ def canonical(
     for raw, value in given.items():
         name = raw.replace("-", "_")
         if name == "world_size":
-            out["nproc_per_node"], notice = nproc_of_world(value, given.get("num_nodes", 1))
+            num_nodes = given.get("num_nodes", given.get("nnodes", 1))
+            out["nproc_per_node"], notice = nproc_of_world(value, num_nodes)
             notices.append(notice)
             continue
         if name == "no_nccl":
@@ -310,6 +453,13 @@ def canonical(
             if value:
                 out["communication_backend"] = "gloo"
             continue
+        if name == "rdzv_endpoint":
+            out["master_addr"], out["master_port"] = _endpoint(raw, value)
+            notices.append(f"{raw} is read as master_addr={out['master_addr']} and master_port={out['master_port']}")
+            continue
+        if name == "num_workers" and _range(name, value) is not None:  # Ray's; a DataLoader's is one number
+            notices.append("num_workers is read as nproc_per_node")
+            name = "nproc_per_node"
         if name in ALIASES:
             notices.append(f"{raw} is read as {ALIASES[name]}")
             name = ALIASES[name]
@@ -320,6 +470,9 @@ def canonical(
             out.setdefault(group, {})[option] = value
         elif group in GROUPS:
             out.setdefault(group, {}).update(check(group, value, rules(DistributedConfig)[group], written) or {})
+        elif name in RANGES.values() and (pair := _range(name, value)) is not None:
+            least = next(least for least, most in RANGES.items() if most == name)
+            out[least], out[name] = pair
         elif name not in DistributedConfig.__dataclass_fields__:
             known = [*DistributedConfig.__dataclass_fields__, *option_names(), *flat]
             raise _owned(raw, name) or unknown_name(raw, known, written)

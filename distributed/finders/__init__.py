@@ -1,1 +1,1 @@
-"""Searches of a learning rate and of a batch size, each by short fits. Searches of hyperparameters belong to `tuning`."""
+"""Searches for a learning rate or a batch size, each by short fits; searches for hyperparameters belong in `tuning`."""

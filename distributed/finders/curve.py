@@ -15,7 +15,8 @@ from typing import Any
 
 from distributed.errors import ConfigError
 
-# A loss has diverged if its running mean exceeds the best one by this factor times the best: four times the best, if positive.
+# A loss has diverged if its running mean exceeds the lowest running mean by more than this factor times that mean. For a
+# positive loss this is four times the lowest mean.
 _FACTOR = 3.0
 _DECAY = 0.9  # decay of the running mean
 
@@ -36,9 +37,9 @@ class LearningRateCurve:
 
     @property
     def suggestion(self) -> float:
-        """The rate, at most that of the lowest loss, at which the loss falls steepest over the logarithm of the rate.
+        """The rate at which the loss falls steepest over the logarithm of the rate, up to the rate of the lowest loss.
 
-        Raises ConfigError if the loss never falls by more than its noise.
+        Raises ConfigError if the loss diverged too early, or never falls by more than its noise.
         """
         half = self._half_window
         lines = self.lines
@@ -51,8 +52,8 @@ class LearningRateCurve:
                 f"the loss diverged after {len(self.losses)} updates, at rate {self.rates[-1]:.3g}: lower min_rate"
             )
         lowest = min(range(len(lines)), key=lambda i: lines[i].mean)
-        falling = lines[: lowest + 1]  # the rise after the lowest loss is not noise
-        # The standard error of the mean of a window.
+        falling = lines[: lowest + 1]  # without the rise after the lowest loss, which is not noise
+        # Standard error of the mean loss of a window.
         noise = math.sqrt(sum(line.variance for line in falling) / len(falling) / (2 * half + 1))
         steepest = min(range(len(falling)), key=lambda i: falling[i].slope)
         if lines[0].mean - lines[lowest].mean <= 5 * noise or lines[steepest].slope >= 0:
@@ -109,8 +110,8 @@ class FittedLine:
     """A least-squares line through some losses."""
 
     mean: float
-    slope: float  # per update, which is a constant step of the rate's logarithm
-    variance: float  # of the residuals
+    slope: float  # change of the loss per update; each update raises the rate's logarithm by the same amount
+    variance: float  # variance of the residuals
 
 
 def fit_line(losses: Sequence[float]) -> FittedLine:
@@ -124,7 +125,7 @@ def fit_line(losses: Sequence[float]) -> FittedLine:
 
 
 class Divergence:
-    """Detect when the running mean of a loss is far above its best value."""
+    """Detect that the running mean of a loss is far above its lowest value."""
 
     def __init__(self) -> None:
         self._sum = self._weight = 0.0

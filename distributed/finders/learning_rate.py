@@ -18,8 +18,11 @@ from distributed.callbacks import Callback
 from distributed.checkpoints.durable import replace_text
 from distributed.errors import ConfigError
 from distributed.finders.curve import Divergence, LearningRateCurve
+from distributed.finders.setups import check_unused, finder_setup
+from distributed.runs.directory import LEARNING_RATE
 from distributed.state import Job
 from distributed.training.files import is_trial_again
+from distributed.training.fit_request import FitRequest
 from distributed.training.fits import Fits
 from distributed.training.setup import Setup
 
@@ -29,18 +32,22 @@ if TYPE_CHECKING:
 _LEAST_STEPS = 20
 _DIVERGED = "diverged"
 _FILE = "curve.json"
+# What the fit does besides training. Its checkpoints serve a restart, and bring the losses back from workers.
+_REQUEST = FitRequest(
+    is_shown=False, reports_epochs=False, is_resumable=False, explains_out_of_memory=False, directory_name=LEARNING_RATE
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class RateRange:
     """The range of rates to try, and the number of updates."""
 
     min_rate: float
     max_rate: float
     num_steps: int
 
-    def checked(self) -> Request:
-        """Return the request with Python's own numbers. Raises ConfigError if it is not a valid range."""
+    def checked(self) -> RateRange:
+        """Return the range with Python's own numbers. Raises ConfigError if it is not a valid range."""
         for name in ("min_rate", "max_rate"):
             if not _is_number(getattr(self, name)):
                 raise ConfigError(f"{name}={getattr(self, name)!r} is not a rate: give a number above 0, such as 1e-7")
@@ -50,7 +57,7 @@ class Request:
             raise ConfigError(
                 f"num_steps={self.num_steps!r} is too few for a curve: give a whole number, at least {_LEAST_STEPS}"
             )
-        return Request(float(self.min_rate), float(self.max_rate), int(self.num_steps))
+        return RateRange(float(self.min_rate), float(self.max_rate), int(self.num_steps))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -77,7 +84,7 @@ class LossRecorder(Callback):
         self._is_over = False
 
     def on_train_start(self, state: TrainState) -> None:
-        if self._is_over:  # it had diverged before a restart
+        if self._is_over:  # the loss had diverged before a restart
             self.context.stop(_DIVERGED)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
@@ -95,9 +102,9 @@ class LossRecorder(Callback):
         self.losses, self._is_over = list(state["losses"]), state["is_over"]
 
 
-def find_learning_rate(fits: Fits, train_data: Any, request: Request) -> LearningRateCurve:
+def find_learning_rate(fits: Fits, train_data: Any, rates: RateRange) -> LearningRateCurve:
     """Return the curve, see `Trainer.find_learning_rate`. All ranks call it."""
-    request = request.checked()
+    rates = rates.checked()
     check_unused(fits, "find_learning_rate()")
     if isinstance(fits.setup.merged.config.resume_from_checkpoint, str):
         raise ConfigError(
@@ -105,79 +112,74 @@ def find_learning_rate(fits: Fits, train_data: Any, request: Request) -> Learnin
             " find_learning_rate() starts from: search without it, with a model that has those weights"
         )
     try:
-        return request.curve(_losses(fits, train_data, request))
+        return rates.curve(_losses(fits, train_data, rates))
     finally:
-        gc.collect()  # the copy is held by reference cycles, and the next fit needs its memory
+        gc.collect()  # reference cycles hold the copy of the model, and the next fit needs its memory
 
 
-def _losses(fits: Fits, train_data: Any, request: Request) -> list[float]:
+def _losses(fits: Fits, train_data: Any, rates: RateRange) -> list[float]:
+    """Return the losses of the finder, from the files of an earlier attempt or by training a copy of the model."""
     recorder = LossRecorder()
-    setup = fits.setup.for_search(request.settings, job=_copied_job(fits.setup.job), callbacks=[recorder])
-    search = Fits(setup, fits.trainer_class)
-    directory, on_main, goes_on = _directory_of(search, fits.setup)
-    losses: list[float] | None = on_main(lambda: _begin(directory, request, goes_on=goes_on))
+    job = _copied_job(fits.setup.job)
+    setup = finder_setup(fits.setup, _REQUEST, rates.settings, job=job, callbacks=[recorder])
+    run_dir = None
+    if setup.is_fit_in_workers:
+        from distributed.training.remote import take_dir
+
+        run_dir = take_dir(setup.request)
+    finder = Fits(setup, fits.trainer_class, run_dir)
+    directory, on_main, goes_on = _directory_of(finder, fits.setup)
+    losses: list[float] | None = on_main(lambda: _begin(directory, rates, goes_on=goes_on))
     if losses is None:
-        search.fit(setup.merged, train_data)
+        finder.fit({}, train_data)
         losses = recorder.losses
-        on_main(lambda: _finish(directory, request, recorder.losses))
+        on_main(lambda: _finish(directory, rates, recorder.losses))
     return losses
 
 
-def _directory_of(search: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
-    """Return the directory of the search and who writes it.
+def _directory_of(finder: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[[], Any]], Any], bool]:
+    """Return the directory of the finder and who writes it.
 
     Returns:
-        The directory of the search, a function that runs an action on the main process alone, and whether this repeats
+        The directory of the finder, a function that runs an action on the main process alone, and whether this repeats
         an earlier attempt.
     """
-    if search.setup.is_fit_in_workers:
-        from distributed.training.remote import take_dir
-
-        directory = search.setup.search_dir = take_dir(is_search=True)
-        return directory, lambda action: action(), is_trial_again()
-    files = search.open_session().files
+    if finder.run_dir is not None:
+        return finder.run_dir, lambda action: action(), is_trial_again()
+    files = finder.open_session().files
     return files.directory, files.on_main, files.wants_resume(setup.merged)
 
 
-def _begin(directory: Path, request: Request, *, goes_on: bool) -> list[float] | None:
-    """Return the losses of an earlier attempt with the same request; else make room for a search. Main process."""
+def _begin(directory: Path, rates: RateRange, *, goes_on: bool) -> list[float] | None:
+    """Return the losses of an earlier attempt with the same range; else make room for a fit. Main process."""
     if goes_on:
         try:
             kept = json.loads((directory / _FILE).read_text())
         except (OSError, ValueError):
             kept = {}
-        if kept.get("request") == dataclasses.asdict(request):
+        if kept.get("request") == dataclasses.asdict(rates):
             losses: list[float] = kept["losses"]
             return losses
-    if (directory / "config.yaml").exists():  # of an attempt that did not finish
+    if (directory / "config.yaml").exists():  # left by an attempt that did not finish
         shutil.rmtree(directory)
     return None
 
 
-def _finish(directory: Path, request: Request, losses: list[float]) -> None:
+def _finish(directory: Path, rates: RateRange, losses: list[float]) -> None:
     """Save the curve, and delete the weights of the copy. Main process."""
-    replace_text(directory / _FILE, json.dumps({"request": dataclasses.asdict(request), "losses": losses}))
+    replace_text(directory / _FILE, json.dumps({"request": dataclasses.asdict(rates), "losses": losses}))
     shutil.rmtree(directory / "checkpoints", ignore_errors=True)
-
-
-def check_unused(fits: Fits, call: str) -> None:
-    """Raise ConfigError if a trainer has trained or started to train."""
-    if fits.is_used:
-        raise ConfigError(
-            f"{call} trains a copy of the model as it was given, and this trainer has used it already:"
-            " call it before fit, evaluate, predict and save, or on a new Trainer"
-        )
 
 
 def _copied_job(job: Job) -> Job:
     """Return a copy of the job without its scheduler. Model, optimizer, loss and metrics of the copy belong together.
 
-    A factory of a model is called again by the fit that follows.
+    If the model is given as a factory, the search and the fit that follows each call the factory.
     """
     from distributed.backends._keras.portable import remade
 
     memo: dict[int, Any] = {}
-    drawn = random.getstate()  # creating a Keras layer draws from Python's generator
+    drawn = random.getstate()  # creating a Keras layer (3.15) draws from Python's generator
     try:
         for part in (job.model, job.optimizer, job.loss_fn, *job.metrics.values()):
             if (again := remade(part)) is not None:

@@ -1,4 +1,4 @@
-"""Ways to start a run, each checked before any process starts. What then starts and watches the processes belongs to `launching`.
+"""Ways to start a run, each checked before any process starts; what then starts and watches the processes belongs in `launching`.
 
 `python -m distributed.launcher SCRIPT` and `launch_distributed_training` start scripts that need not use `Trainer`.
 """

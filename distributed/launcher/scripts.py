@@ -18,7 +18,6 @@ from distributed.launching.subprocess_launch import start_launcher
 
 # names of LaunchConfig that differ from those of the settings
 _SETTINGS = {"nnodes": "num_nodes", "backend": "communication_backend"}
-_DEFAULT_PORT = 29500  # of several nodes, as torchrun's; one node takes a free port
 _USAGE = """\
 usage: python -m distributed.launcher SCRIPT [flags] [SCRIPT ARGUMENTS]
 
@@ -41,13 +40,13 @@ Flags may stand before or after SCRIPT; everything after -- is passed to SCRIPT.
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """The processes to start: how many, at which address they join each other, and what happens when one dies.
+    """The processes to start: how many, at which address they join each other, and what happens when a process dies.
 
-    None stands for what `distributed train` does without the flag.
+    None has the same effect as leaving out the flag of `distributed train`.
 
     Args:
         nproc_per_node: processes of each node; None means one per visible GPU, else one.
-        nnodes: machines in all.
+        nnodes: number of machines.
         node_rank: the number of this machine, from 0.
         master_addr: host of node 0.
         master_port: port of node 0; None means a free port, and 29500 with several nodes.
@@ -86,8 +85,6 @@ class LaunchConfig:
         }
         if self.backend == "gloo" and self.device is None:
             given["device"] = "cpu"
-        if self.nnodes != 1 and self.master_port is None:
-            given["master_port"] = _DEFAULT_PORT
         return {_SETTINGS.get(name, name): value for name, value in given.items()}
 
 
@@ -100,15 +97,16 @@ class DistributedLauncher:
     def launch(self, script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str]) -> int:
         """Run `script` with `script_args` on this node's processes until they end. Return the exit code.
 
-        The code is 0 if the script succeeded, 1 if it failed and its own error was printed, else as of `distributed
-        train`. The workers are children of a process of their own, so that this works in notebooks and threads.
+        The code is 0 if the script succeeded, 1 if it failed and its own error was printed, otherwise that of
+        `distributed train`. A separate launcher process starts the workers, so this works in notebooks and threads.
 
         Args:
             script: path of the script.
             script_args: its arguments; numbers and paths reach it as their text.
 
         Raises:
-            ConfigError, ResourceError: before anything starts, also in a process that is itself a worker.
+            ConfigError: a setting is wrong, or this process is itself a worker. Nothing was started.
+            ResourceError: a library, a device or a port is missing. Nothing was started.
         """
         from distributed.launcher.start import launch_request
 
@@ -147,7 +145,7 @@ def launch_distributed_training(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run `python -m distributed.launcher`: the workers are started from this process. Return the exit code."""
+    """Run `python -m distributed.launcher`, which starts the workers from this process. Return the exit code."""
     from distributed.config.flags import flags_of
     from distributed.launcher.start import start
 
@@ -168,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
 def parse(arguments: Sequence[str]) -> tuple[LaunchConfig, str, list[str]]:
     """Return (configuration, script, the script's arguments).
 
-    Flags of the launcher count before and after the script, up to `--`.
+    Flags of the launcher may stand before and after the script, up to `--`.
     """
     kinds = {field.name: str(field.type) for field in dataclasses.fields(LaunchConfig)}
     given: dict[str, Any] = {}

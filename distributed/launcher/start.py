@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import shutil
@@ -12,29 +13,35 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import make_backend
+from distributed.backends import entry_in_use, groups_in_use, make_backend, plan_of, starting_of
 from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
 from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.checkpoints.manifest import check_source
+from distributed.checkpoints.weights import check_weights
+from distributed.config.addresses import check_library, is_address
 from distributed.config.merging import MergedConfig, Overrides, merge
-from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes, starting_line
-from distributed.config.registry import groups_in_use, row_in_use, starting_of
-from distributed.config.settings import GROUPS, DistributedConfig, nproc_of_world
+from distributed.config.plan import ProcessPlan, check_nodes, choose_backend, plan_batch, plan_processes, starting_line
+from distributed.config.registry import backend_entry
+from distributed.config.settings import DEFAULT_PORT, GROUPS, DistributedConfig, nproc_of_world
 from distributed.errors import ConfigError, ResourceError
+from distributed.launching.environments import pod
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import node_environment, worker_environment
 from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.exposure import launcher_warnings, warnings_of
 from distributed.launching.forkserver import launch
-from distributed.launching.listening import listen_at
+from distributed.launching.listening import listen_at, may_listen_at
+from distributed.launching.nodes import wait_for_name
 from distributed.launching.request import Handover, LaunchRequest, make_request
 from distributed.launching.script import check_script
 from distributed.launching.variables import set_missing, set_thread_variables, thread_count
 from distributed.loggers import registry as loggers
 from distributed.runs.directory import RunDirectory, choose_run_dir
+from distributed.runs.remote import directory_of, take_remote
 
-_NODE_SETTINGS = ("num_nodes", "node_rank", "master_addr", "master_port")
+_ADDRESS = ("master_addr", "master_port")  # of rank 0
+_NODE_SETTINGS = ("num_nodes", "node_rank", *_ADDRESS)
 
 
 def start(
@@ -47,48 +54,78 @@ def start(
     rank: int | None = None,
     words: Sequence[str] = (),
 ) -> int:
-    """Run the given job, here or in workers of our own. Return the exit code.
+    """Run the script in this process if it is a worker, otherwise start workers that run it. Return the exit code.
 
     Args:
         overrides: the settings given outside the script, and the script.
         run_dir: the run directory; None for a new one.
         resume: whether to go on with the run in `run_dir`.
         dry_run: show what would be started, and start nothing.
-        world_size: the number of processes, on this machine or cut over its nodes.
-        rank: the rank of this process, which is then one of them.
-        words: flags of `train` that start it again, without its run directory and the script's own arguments.
+        world_size: the number of processes on all nodes.
+        rank: the rank of this process, if it is to be one of these processes; None to start them.
+        words: flags of `train` that start the run again, without the run directory and the script's own arguments.
 
     Raises:
-        DistributedError: before anything starts.
+        DistributedError: a check failed before anything started.
     """
+    address, run_dir = run_dir, directory_of(run_dir)
     this = None if rank is None else _this_worker(overrides, world_size, rank)
     if this is not None:
-        overrides = _without_address(overrides)
+        overrides = overrides.without(_ADDRESS)  # the worker reads it from its environment
     overrides, merged = _merged(overrides, world_size, is_starting=this is None)
-    asked = _asked_processes(merged.config)
+    asked = _asked_processes(overrides)
     environment = this or worker_environment(nproc_per_node=asked, num_nodes=merged.config.num_nodes)
     if environment is not None and not dry_run:
         os.environ.update(this.to_environ() if this is not None else {})
+        if is_address(address) and environment.rank == 0 and not environment.restart_count:
+            take_remote(str(address), resume=resume)
         return _run_as_worker(overrides, merged, environment, run_dir, resume)
-    plan = plan_processes(merged.config)
-    backend, request = _checked_request(overrides, merged, plan, run_dir, resume)
-    if this is None:
-        _check_port(merged.config)
+    asks_for_rank = environment is None and _has_no_rank(merged)
+    if asks_for_rank:  # node 0 gives this node another number
+        overrides = dataclasses.replace(overrides, flag={**overrides.flag, "node_rank": 1})
+        merged = merge(overrides, {})
+    plan = plan_of(merged.config)
+    if is_address(address) and merged.config.node_rank == 0 and not dry_run:
+        _check_settings(overrides, merged, plan)  # first, because it needs no connection
+        take_remote(str(address), resume=resume)
+    backend, request = _checked_request(overrides, merged, plan, address, resume)
+    if not dry_run:
+        _wait_for_name(request)
+    if this is None and not backend_entry(plan.backend).places_workers:
+        _check_port(request)
     if dry_run:
         sys.stdout.write("\n".join(_dry_run_lines(merged, backend, request, this)) + "\n")
         return 0
-    if merged.source("checkpoint_dir") == "flag":  # a script may name another directory
-        RunDirectory(str(merged.config.checkpoint_dir), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
+    is_node_0 = merged.config.node_rank == 0  # its launcher checks for all, and resumes the run
+    own = merged.config.checkpoint_dir
+    # The script may override a weaker source.
+    if is_node_0 and merged.source("checkpoint_dir") == "flag" and not is_address(own):
+        RunDirectory(str(own), "checkpoint_dir", "--checkpoint-dir").check(resume=True)
     if merged.source("tensorboard_dir") == "flag":
         loggers.check_directories(merged)
-    return launch(dataclasses.replace(request, again=_again(words, request)))
+    again = _again(words, request, str(address) if is_address(address) else request.run_dir) if is_node_0 else ""
+    return launch(dataclasses.replace(request, again=again, asks_for_rank=asks_for_rank))
 
 
-def _again(words: Sequence[str], request: LaunchRequest) -> str:
-    """Return the command that goes on with the run."""
+def _has_no_rank(merged: MergedConfig) -> bool:
+    """Return whether node 0 has to number this node: no number was given, and this machine is not that of node 0.
+
+    On the machine of node 0, the first command is node 0.
+    """
+    config = merged.config
+    if config.num_nodes == 1 or merged.is_given("node_rank") or not merged.is_given("master_addr"):
+        return False
+    try:
+        return not may_listen_at(config.master_addr, config.master_port or DEFAULT_PORT)
+    except OSError:  # the host is not known: the node cannot join, which is reported then
+        return True
+
+
+def _again(words: Sequence[str], request: LaunchRequest, run_dir: str) -> str:
+    """Return the command that resumes the run."""
     own = ["--", *request.script_args] if request.script_args else []
     return shlex.join([
-        _python(), "-m", "distributed.cli", "train", *words, "--run-dir", request.run_dir, "--resume", *own,
+        _python(), "-m", "distributed.cli", "train", *words, "--run-dir", run_dir, "--resume", *own,
     ])  # fmt: skip
 
 
@@ -100,86 +137,101 @@ def _python() -> str:
 
 
 def _location(python: str) -> tuple[Path, Path]:
-    """Return what tells interpreters apart. That of a virtual environment is a link to another, in a directory of its own."""
+    """Return a key that identifies an interpreter.
+
+    The key has the directory too, because the interpreter of a virtual environment is a link to another interpreter.
+    """
     return Path(python).parent.resolve(), Path(python).resolve()
 
 
 def launch_request(overrides: Overrides, run_dir: str | None) -> LaunchRequest:
-    """Return the request that `start` would launch from a process that is no worker.
+    """Return the request that `start` would launch from a process that is not a worker.
 
-    Raises DistributedError as it does.
+    Raises DistributedError as `start` does.
     """
     overrides, merged = _merged(overrides)
-    _, request = _checked_request(overrides, merged, plan_processes(merged.config), run_dir, False)
-    _check_port(merged.config)
+    plan = plan_of(merged.config)
+    if is_address(run_dir) and merged.config.node_rank == 0:
+        _check_settings(overrides, merged, plan)
+        take_remote(str(run_dir), resume=False)
+    _, request = _checked_request(overrides, merged, plan, run_dir, False)
+    _wait_for_name(request)
+    if not backend_entry(plan.backend).places_workers:
+        _check_port(request)
     return request
 
 
+def check_for_elsewhere(overrides: Overrides, gpus: int) -> tuple[MergedConfig, ProcessPlan]:
+    """Check the settings of a run that other machines will start. Return (merged settings, processes).
+
+    `gpus` is the number of GPUs of each node. Raises DistributedError for what is known to be wrong.
+    """
+    merged = merge(overrides, {})
+    plan = plan_processes(merged.config, lambda: gpus)
+    _check_settings(overrides, merged, plan)
+    return merged, plan
+
+
 def _checked_request(
-    overrides: Overrides, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
+    overrides: Overrides, merged: MergedConfig, plan: ProcessPlan, address: str | None, resume: bool
 ) -> tuple[Backend[Any], LaunchRequest]:
-    backend = _refuse(overrides, merged, plan, run_dir, resume)
+    """Check everything that can be checked now. Return the adapter and the request for the launcher.
+
+    `address` is the run directory as it was given: a path, an address, or None for a new one.
+    """
+    run_dir = directory_of(address)
+    is_there = (
+        not is_address(address) or Path(str(run_dir)).exists()
+    )  # it is not for `--dry-run`, which downloads nothing
+    backend = _refuse(overrides, merged, plan, run_dir, resume, is_there=is_there)
     config, script = merged.config, _script(overrides)
-    where = run_dir if run_dir is not None else str(choose_run_dir(script))
-    row, starter = row_in_use(config, plan.backend), starting_of(plan.backend)
+    is_told = plan.num_nodes > 1 and config.node_rank > 0  # the name of the run directory, by node 0
+    where = run_dir if run_dir is not None else "" if is_told else str(choose_run_dir(script))
+    entry, starter = entry_in_use(config, plan.backend), starting_of(plan.backend)
     starting = starting_line(plan, is_chosen=config.backend is not None)
-    lines = [*warnings_of(config, plan), _plan_line(plan), f"run directory: {where}", starting]
+    copied = f", copied to {address}" if is_address(address) else ""
+    lines = [*warnings_of(config, plan, entry), _plan_line(plan), f"run directory: {where}{copied}", starting]
     request = make_request(
-        merged, plan, row, where, overrides=overrides, started_lines=lines, script=script, script_args=overrides.script_args, resume=resume,
-        master_addr=config.master_addr, master_port=config.master_port,
-        # A script that chooses its backend, or makes no Trainer, sets what its engine needs itself.
-        environ={} if config.backend is None else environ_for(Path(script), row.environ),
+        merged, plan, entry, where, overrides=overrides, started_lines=lines, script=script, script_args=overrides.script_args, resume=resume,
+        # A script that chooses its backend, or creates no Trainer, sets the variables of its engine itself.
+        environ={} if config.backend is None else environ_for(Path(script), entry.environ),
         launcher=starter.launcher(), launcher_options=starter.launcher_options(config, plan),
     )  # fmt: skip
     return backend, request if config.node_rank == 0 else dataclasses.replace(request, started_lines=())
 
 
-def _asked_processes(config: DistributedConfig) -> int | None:
-    """Return the processes per node that were explicitly asked for, or None."""
+def _asked_processes(overrides: Overrides) -> int | None:
+    """Return the processes per node that were explicitly asked for, or None. Raises ConfigError for a wrong number."""
+    config = DistributedConfig(**overrides.only(("num_gpus", "num_nodes", "nproc_per_node", "gpus_per_node")).values())
     total = config.num_gpus // config.num_nodes if config.num_gpus else None
     return config.nproc_per_node or config.gpus_per_node or total
-
-
-def _without_address(overrides: Overrides) -> Overrides:
-    """Return `overrides` without the address of rank 0.
-
-    It is in the environment of a worker that was started by hand.
-    """
-    file, flag = (
-        {name: value for name, value in layer.items() if name not in ("master_addr", "master_port")}
-        for layer in (overrides.file, overrides.flag)
-    )
-    return dataclasses.replace(overrides, file=file, flag=flag)
 
 
 def _merged(
     overrides: Overrides, world_size: int | None = None, *, is_starting: bool = False
 ) -> tuple[Overrides, MergedConfig]:
-    """Return the settings given outside the script, with what the environment adds to them, and all of them merged.
+    """Return (the settings given outside the script, completed from the environment; all settings merged).
 
     Args:
         overrides: the settings given.
         world_size: the number of processes on all nodes, if it was given.
-        is_starting: whether this command starts workers. A stale RANK=0, exported for other scripts, is then removed from the
-            environment if processes were asked for.
+        is_starting: whether this command starts workers. If it does and processes were asked for, a stale RANK=0 that was
+            exported for other scripts is removed from the environment.
     """
-    merged = merge(overrides, {})
-    asked = _asked_processes(merged.config) or world_size
+    asked = _asked_processes(overrides) or world_size
     notices = [pass_over_stale_rank(os.environ, nproc_per_node=asked)] if is_starting and asked is not None else []
     found = _from_node(overrides, asked)
     if world_size is not None:
         found["nproc_per_node"], notice = _per_node(overrides, world_size, found)
         notices.append(notice)
-    added = tuple(notice for notice in notices if notice is not None)
-    if not found and not added:
-        return overrides, merged
+    added = (notice for notice in notices if notice is not None)
     overrides = dataclasses.replace(overrides, flag={**overrides.flag, **found}, notices=(*overrides.notices, *added))
     return overrides, merge(overrides, {})
 
 
 def _from_node(overrides: Overrides, asked: int | None) -> dict[str, Any]:
-    """Return the number of nodes and processes that nobody gave, from Slurm or from the variables of a pod."""
-    given = {**overrides.file, **overrides.flag}
+    """Return the settings of nodes and processes that Slurm or the variables of a pod define and nobody has given."""
+    given = overrides.values()
     node = node_environment(nproc_per_node=asked)
     if node is None or node.num_nodes != given.get("num_nodes", node.num_nodes):
         return {}
@@ -191,7 +243,7 @@ def _from_node(overrides: Overrides, asked: int | None) -> dict[str, Any]:
 
 def _per_node(overrides: Overrides, world_size: int, found: Mapping[str, Any]) -> tuple[int, str]:
     """Return (the processes of each node, a notice) for `world_size` processes on all nodes."""
-    num_nodes = {"num_nodes": 1, **overrides.file, **overrides.flag, **found}["num_nodes"]
+    num_nodes = found.get("num_nodes", overrides.value("num_nodes", 1))
     each, notice = nproc_of_world(world_size, num_nodes)
     other = overrides.flag.get("nproc_per_node", each)
     if other != each:
@@ -200,8 +252,7 @@ def _per_node(overrides: Overrides, world_size: int, found: Mapping[str, Any]) -
 
 
 def _this_worker(overrides: Overrides, world_size: int | None, rank: int) -> WorkerEnvironment:
-    """Return the place of this command, which `--rank` makes one worker among others that are started by hand."""
-    given = {**overrides.file, **overrides.flag}
+    """Return the place of this process among workers that are started by hand, one command with `--rank` for each."""
     if world_size is None:
         raise ConfigError(
             f"--rank {rank} needs --world-size, the number of processes in all (--node-rank numbers a machine)"
@@ -219,12 +270,9 @@ def _this_worker(overrides: Overrides, world_size: int | None, rank: int) -> Wor
         if os.environ.get(name, value) not in (value, ""):
             flag = f"--{name.lower().replace('_', '-')} {value}"
             raise ConfigError(f"{flag} contradicts {name}={os.environ[name]} in the environment: drop one of them")
-    if given.get("master_addr"):
-        variables["MASTER_ADDR"] = str(given["master_addr"])
-    if given.get("master_port"):
-        variables["MASTER_PORT"] = str(given["master_port"])
+    variables |= {name.upper(): str(value) for name in _ADDRESS if (value := overrides.value(name))}
     found = worker_environment({**os.environ, **variables})
-    assert found is not None  # RANK and WORLD_SIZE are set
+    assert found is not None  # because `variables` has RANK and WORLD_SIZE
     return found
 
 
@@ -239,26 +287,48 @@ def _run_as_worker(
             f" {environment.world_size}: this process already is a worker, drop the flags"
         )
     script = _script(overrides)
-    row = row_in_use(merged.config, choose_backend(merged.config, environment.world_size))
+    plan = _plan_of_world(merged.config, environment)
+    entry = entry_in_use(merged.config, plan.backend)
     check_script(script)
-    check_keras_backend(Path(script), row.environ["KERAS_BACKEND"])
+    check_keras_backend(Path(script), entry.environ)
     set_thread_variables(environment.local_world_size)
     if merged.config.backend is not None:
-        set_missing(environ_for(Path(script), row.environ))
+        set_missing(environ_for(Path(script), entry.environ))
     from distributed.launching.worker import run_here
 
     for text in launcher_warnings(environment) if environment.rank == 0 else ():
         sys.stderr.write(f"warning: {text}\n")
     handover = Handover(overrides, run_dir, resume, environment.restart_count)
-    return run_here(handover, environment, row.before_script)
+    request = make_request(
+        merged, plan, entry, run_dir or "", overrides=overrides, started_lines=(), script=script, script_args=overrides.script_args,
+        resume=resume,
+    )  # fmt: skip
+    return run_here(handover, request, environment)
+
+
+def _plan_of_world(config: DistributedConfig, found: WorkerEnvironment) -> ProcessPlan:
+    """Return the plan of the running world. Its device is the CPU if the settings name none, which a script may change."""
+    backend, each = choose_backend(config, found.world_size), max(1, found.local_world_size)
+    return ProcessPlan(found.world_size // each, each, config.device or "cpu", backend)
 
 
 def _refuse(
-    overrides: Overrides, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool
+    overrides: Overrides, merged: MergedConfig, plan: ProcessPlan, run_dir: str | None, resume: bool, *, is_there: bool
 ) -> Backend[Any]:
-    """Refuse what can be known to be wrong before anything starts, arithmetic first. Return the backend."""
+    """Raise an error for everything that is known to be wrong before anything starts. Return the backend."""
+    backend = _check_settings(overrides, merged, plan)
+    if resume and run_dir is None and merged.config.node_rank == 0:  # the other nodes are told its name
+        raise ConfigError("--resume needs the directory of the run: add --run-dir RUN")
+    _refuse_sources(merged, RunDirectory(run_dir) if resume and run_dir is not None and is_there else None)
+    check_nodes(merged, plan)
+    return backend
+
+
+def _check_settings(overrides: Overrides, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
+    """Raise an error for settings and scripts that are wrong on any machine. Return the backend."""
     backend = make_backend(merged, plan)
     loggers.check_libraries(merged)
+    check_library("checkpoint_dir", merged.config.checkpoint_dir)
     plan_batch(merged, backend.data_parallel_size)
     if merged.is_given("backend"):
         used = (*groups_in_use(merged.config, plan.backend), "data")
@@ -266,46 +336,60 @@ def _refuse(
             if group not in used and overrides.flag.get(group):
                 option = f"{group}.{next(iter(overrides.flag[group]))}"
                 raise ConfigError(f"--set {option} has no effect with backend={plan.backend!r}: drop it")
-    if resume and run_dir is None:
-        raise ConfigError("--resume needs the directory of the run: add --run-dir RUN")
-    _refuse_sources(merged, RunDirectory(run_dir) if resume and run_dir is not None else None)
-    if plan.num_nodes > 1 and (run_dir is None or not merged.config.master_port):
-        what = "run_dir" if run_dir is None else "master_port"
-        raise ConfigError(
-            f"num_nodes={plan.num_nodes} needs the same {what} on every node: add --{what.replace('_', '-')}"
-        )
     check_script(_script(overrides))
-    check_keras_backend(Path(_script(overrides)), row_in_use(merged.config, plan.backend).environ["KERAS_BACKEND"])
+    check_keras_backend(Path(_script(overrides)), entry_in_use(merged.config, plan.backend).environ)
     return backend
 
 
-def _check_port(config: DistributedConfig) -> None:
-    """Raise ResourceError if the launcher of node 0 cannot listen on `master_port`. On one node it does not listen."""
-    if not config.master_port or config.node_rank > 0 or config.num_nodes == 1:
+def _wait_for_name(request: LaunchRequest) -> None:
+    """Wait in a pod until `master_addr` has an address, because the DNS learns of pod 0 seconds after it has started.
+
+    Raises ResourceError if it has none within `start_timeout`.
+    """
+    if request.num_nodes == 1 or not pod.is_pod(os.environ):
+        return
+    host, seconds = request.master_addr, request.start_timeout
+    say = functools.partial(print, f"waiting for an address of node 0 ({host})", file=sys.stderr, flush=True)
+    if not wait_for_name(host, seconds, say):
+        raise ResourceError(
+            f"master_addr={host!r} has had no address for {seconds:g} s (start_timeout): check that pod 0 is running, and that a"
+            " headless Service with publishNotReadyAddresses selects it"
+        )
+
+
+def _check_port(request: LaunchRequest) -> None:
+    """Raise ResourceError if the launcher of node 0 cannot listen on `master_port`. A single node opens no such port."""
+    if not request.master_port or request.node_rank > 0 or request.num_nodes == 1:
         return
     try:
-        with listen_at(config.master_addr, config.master_port, is_alone=False) as listener:
+        with listen_at(request.master_addr, request.master_port, is_alone=False) as listener:
             listener.listen()
     except socket.gaierror as error:
         raise ResourceError(
-            f"master_addr={config.master_addr!r} cannot be resolved here ({error.strerror}): correct it"
+            f"master_addr={request.master_addr!r} cannot be resolved here ({error.strerror}): correct it"
         ) from None
     except OSError as error:
         raise ResourceError(
-            f"master_port={config.master_port} cannot be listened on ({error.strerror or error}): name another, or drop it"
+            f"master_port={request.master_port} cannot be listened on ({error.strerror or error}): name another on every node"
         ) from None
 
 
 def _refuse_sources(merged: MergedConfig, resumed: RunDirectory | None) -> None:
-    """Refuse a checkpoint or a run that cannot be resumed.
+    """Refuse a checkpoint or a run that cannot be resumed. Only node 0 must have them.
 
-    A run that has begun goes on from its own checkpoints, whatever it started from.
+    A resumed run that has begun uses its own checkpoints, so its `resume_from_checkpoint` and `init_from` are not checked again.
     """
-    if resumed is not None and (merged.config.node_rank == 0 or resumed.path.exists()):  # only node 0 may have it
+    if merged.config.node_rank > 0:
+        return
+    if resumed is not None:
         resumed.check_resumable()
-    source = merged.config.resume_from_checkpoint
-    if isinstance(source, str) and (resumed is None or not resumed.events.exists()):
+    source, weights = merged.config.resume_from_checkpoint, merged.config.init_from
+    if resumed is not None and resumed.events.exists():
+        return
+    if isinstance(source, str):
         check_source(source)
+    elif weights is not None and not source:
+        check_weights("init_from", weights)
 
 
 def _script(overrides: Overrides) -> str:

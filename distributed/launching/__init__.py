@@ -1,1 +1,1 @@
-"""Starts worker processes, watches them, and makes a process a worker. What is checked before a start belongs to `launcher`."""
+"""Starts worker processes, watches them, and makes a process a worker; what is checked before a start belongs in `launcher`."""

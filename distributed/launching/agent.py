@@ -1,8 +1,7 @@
-"""The agent: torch's elastic agent over workers that the launcher process forks. It runs in a process of its own."""
+"""The agent: torch's elastic agent, for workers that the launcher process forks. The agent runs in a separate process."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import logging
@@ -10,7 +9,7 @@ import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -20,27 +19,28 @@ from torch.distributed.elastic.agent.server.api import (
     WorkerSpec,
     WorkerState,
 )
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousStateError
-from torch.distributed.elastic.utils.store import barrier
 
-from distributed.errors import ResourceError
+from distributed.errors import DistributedError
+from distributed.launching.causes import signal_name
+from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
-from distributed.launching.epochs import Epochs, write_row
+from distributed.launching.epochs import Epochs, write_line
 from distributed.launching.listening import loopback_environ
-from distributed.launching.nodes import Node, gloo_environ, this_node
+from distributed.launching.node_link import NodesEndedError
+from distributed.launching.node_server import LOST_AFTER_S
+from distributed.launching.nodes import Node, interface_environ, names_of, numbered
 from distributed.launching.output import WorkerOutput, display_of
-from distributed.launching.rendezvous import StoreLostError, engine_rendezvous, foreign_content, rendezvous_of
+from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
-from distributed.launching.secret import messages
-from distributed.launching.verdicts import Verdict, Verdicts
+from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
-from distributed.runs.summary import close_results
+from distributed.runs.processes import REGROUP_SIGNAL
+from distributed.runs.summary import close_results, is_training
 from distributed.runs.temporary import temporary_directory
 
-_LOOK_EVERY_S = 1.0
-_GRACE_S = 10.0  # for the other nodes to read the store before node 0 ends with it
+_CAUSE_S = 3.0  # for another node to name the cause of a failure that is a consequence here
 
 
 class ForkAgent(SimpleElasticAgent):
@@ -51,64 +51,74 @@ class ForkAgent(SimpleElasticAgent):
         directory: Path,
     ) -> None:  # fmt: skip
         super().__init__(spec, exit_barrier_timeout=request.timeout_s)
-        self._directory = directory  # with mode 0700
+        self._directory = directory  # temporary, with mode 0700
         self._request, self._run, self._channel = request, run, channel
         self._display = display
-        self.verdicts = Verdicts(request, run, display)
-        epochs = Epochs(functools.partial(write_row, request.epochs_fd))
+        self._count = WorkerCount(request)
+        self.verdicts = Verdicts(request, run, display, self._count)
+        self.verdicts.node = request.node_rank if request.num_nodes > 1 else None
+        epochs = Epochs(functools.partial(write_line, request.epochs_fd))
         self.output = WorkerOutput(run, display, channel, self.verdicts.add, epochs)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
-        self._nodes: list[Node] = []  # of this attempt; empty if there is only one
-        self._next_look = 0.0  # when to ask whether another node gave up
-        self._deadline: float | None = None  # for the workers of this node after another one gave up
-        self._opened: Any = None  # what the rendezvous of this attempt returned on node 0
+        self._place, self._num_nodes = 0, 1  # this node's index among the nodes of this attempt, and their number
+        self._world_size = 0  # of the attempt before, at the beginning of an attempt
+        self._nodes: list[Node] = []  # nodes of this attempt; empty if there is only one
+        self._names: dict[int, str] = {}  # by node rank, as they were shown
+        self._rendezvous_of_nodes = cast(OneNode, spec.rdzv_handler)
+        self._rendezvous_of_nodes.offer = self._offer
+        self._rendezvous_of_nodes.is_stopped = lambda: bool(self.verdicts.stop_signal)
+        self._ranks_before: list[int] = []  # the nodes of the attempt before
+        self._is_elastic = (request.min_nodes or request.num_nodes) < request.num_nodes  # whether nodes may come and go
+        self._is_restart = False  # whether the next attempt is a restart after a failure
+        self._is_regroup = False  # whether this attempt has other nodes than the one before
+        self._rendezvous_of_nodes.failure = lambda: self.verdicts.failure
+        self._rendezvous_of_nodes.has_regrouped = lambda: self.verdicts.has_regrouped
+        self._opened: Any = None  # what `EngineRendezvous.open` returned on node 0 in this attempt
 
-    # torch's hooks
+    # methods that torch's SimpleElasticAgent calls
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Number the ranks by `node_rank`, and agree on the port of node 0 at which the workers of this attempt join each other."""
-        node, local = self._request.node_rank, spec.local_world_size
-        world, store = store, messages(store, "distributed")
-        self._nodes = self._learn_nodes(store)
-        self._check_nodes(world)
-        if node == 0:
-            # With several nodes `master_port` is that of the nodes' store; the workers need another one.
-            asked = self._request.master_port if self._request.num_nodes == 1 else None
-            opened = self._open_of_engine()
-            store.set("rendezvous", json.dumps([self._request.master_addr, asked or _free_port(), opened]))
-        addr, port, self._opened = json.loads(store.get("rendezvous"))
+        """Number the ranks by `node_rank`, and take what node 0 offers in this round."""
+        self._place, self._num_nodes = group_rank, group_world_size
+        local = self._count.begin()
+        try:
+            begun = self._rendezvous_of_nodes.round
+            self._nodes = nodes_of(begun)
+            by_rank = numbered(dict(zip(begun.ranks, self._nodes, strict=True)))
+            addr, port, self._opened = begun.offer
+        except (ValueError, TypeError, AttributeError):
+            raise NodesEndedError(
+                "node 0 sent a message of another form: somebody else answers at its address"
+            ) from None
+        if self._of_engine is not None and self._nodes:
+            self._of_engine.check(by_rank)  # the same error on every node
+        if self._is_restart and begun.has_lost:
+            self._remaining_restarts += 1  # a node was lost, so nothing has failed
+        self._is_regroup = self._is_elastic and (begun.has_lost or begun.ranks != self._ranks_before)
+        self._is_restart, self._ranks_before = False, begun.ranks
         is_local = addr == "localhost" or self._request.num_nodes == 1
         self._master = ("127.0.0.1" if is_local else addr, port)
         world_size = group_world_size * local
-        return [Worker(i, node * local + i, node * local + i, world_size, world_size) for i in range(local)]
+        if self._request.node_rank == 0 and (
+            world_size > self._world_size > 0 or (self._nodes and world_size < self._world_size)
+        ):
+            text = f"going on with {world_size} process{'es' * (world_size > 1)}"
+            self._display.handle({"kind": "notice", "text": text})
+        self._world_size = world_size
+        names = {rank: node.name for rank, node in zip(begun.ranks, self._nodes, strict=True)} if self._nodes else {}
+        if self._request.node_rank == 0 and names not in ({}, self._names):
+            self._display.handle({"kind": "notice", "text": names_of(names)})
+        self._names = names
+        return [Worker(i, group_rank * local + i, group_rank * local + i, world_size, world_size) for i in range(local)]
 
-    def _learn_nodes(self, store: Any) -> list[Node]:
-        """Return what each node says of its addresses. Every node must call it.
-
-        Raises RendezvousStateError if what stands in the store has another form.
-        """
-        if self._request.num_nodes == 1:
-            return []
-        store.set(f"node/{self._request.node_rank}", this_node(self._request.master_addr).to_json())
-        contents = [store.get(f"node/{rank}") for rank in range(self._request.num_nodes)]
-        try:
-            return [Node.from_json(content) for content in contents]
-        except (ValueError, TypeError, AttributeError, RecursionError):
-            raise foreign_content() from None
-
-    def _check_nodes(self, store: Any) -> None:
-        """Raise ResourceError on every node if the engine's workers on them could not reach each other."""
-        if self._of_engine is None or not self._nodes:
-            return
-        try:
-            self._of_engine.check(self._nodes)
-        except ResourceError:
-            with contextlib.suppress(RuntimeError):  # node 0 ends with the store that the others still read
-                barrier(store, len(self._nodes), "distributed/refused", _GRACE_S)
-            raise
+    def _offer(self) -> list[Any]:
+        """Return the address and the port at which the workers of the next round join each other, and what their engine needs."""
+        # With several nodes, `master_port` is that of the server of the nodes. The workers need another port.
+        asked = self._request.master_port if self._request.num_nodes == 1 else None
+        return [self._request.master_addr, asked or _free_port(), self._open_of_engine()]
 
     def _open_of_engine(self) -> Any:
         if self._of_engine is None:
@@ -117,8 +127,9 @@ class ForkAgent(SimpleElasticAgent):
         return self._of_engine.open("127.0.0.1" if is_alone else self._request.master_addr, is_alone=is_alone)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        attempt = worker_group.spec.max_restarts - self._remaining_restarts
-        self.verdicts.begin({worker.local_rank: worker.global_rank for worker in worker_group.workers}, attempt)
+        attempt = self._rendezvous_of_nodes.round.number - 1
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self.verdicts.begin(ranks, attempt, dict.fromkeys(ranks, self._node_name()), is_regroup=self._is_regroup)
         for worker in worker_group.workers:
             self._start_worker(worker, worker_group, attempt)
         return {worker.local_rank: worker.local_rank for worker in worker_group.workers}
@@ -126,18 +137,19 @@ class ForkAgent(SimpleElasticAgent):
     def _start_worker(self, worker: Worker, group: WorkerGroup, attempt: int) -> None:
         pipes = [os.pipe() for _ in range(3)]
         self.output.attach(worker.local_rank, worker.global_rank, *(read for read, _ in pipes))
-        order = {
-            "op": "fork", "local_rank": worker.local_rank, "restart_count": attempt,
+        command = {
+            "op": "fork", "local_rank": worker.local_rank, "local_world_size": len(group.workers), "restart_count": attempt,
             "environ": self._environ(worker, group, attempt), "store": self._store_file(attempt),
+            "run_dir": self._request.run_dir, "resume": self._request.resume, "node_rank": self._request.node_rank,
         }  # fmt: skip
-        socket.send_fds(self._channel, [json.dumps(order).encode()], [write for _, write in pipes])
+        socket.send_fds(self._channel, [json.dumps(command).encode()], [write for _, write in pipes])
         for _, write in pipes:
             os.close(write)
 
     def _store_file(self, attempt: int) -> str | None:
         """Return the file with the store of this attempt's workers.
 
-        Return None on several nodes, where the workers use a port of node 0.
+        Return None with several nodes: the workers then use a store at a port of node 0.
         """
         return str(self._directory / f"store-{attempt}") if self._request.num_nodes == 1 else None
 
@@ -145,23 +157,23 @@ class ForkAgent(SimpleElasticAgent):
         error_file = self._run.logs / f"rank-{worker.global_rank}.error.json"
         error_file.unlink(missing_ok=True)
         found = WorkerEnvironment(
-            worker.global_rank, worker.local_rank, worker.world_size, group.spec.local_world_size,
-            self._request.node_rank, *self._master, attempt, "environment",
+            worker.global_rank, worker.local_rank, worker.world_size, len(group.workers), self._place, *self._master,
+            attempt, "environment",
         )  # fmt: skip
         more = self._of_engine.environ(found, self._opened) if self._of_engine is not None else {}
         environ = found.to_torchrun_environ(
-            num_nodes=self._request.num_nodes, max_restarts=group.spec.max_restarts,
+            num_nodes=self._num_nodes, max_restarts=group.spec.max_restarts,
             run_id=group.spec.rdzv_handler.get_run_id(), error_file=error_file,
         )  # fmt: skip
-        return {**environ, **self._gloo_environ(), **more}
+        return {**environ, **self._interface_environ(), **more}
 
-    def _gloo_environ(self) -> dict[str, str]:
-        return gloo_environ(self._nodes, self._request.node_rank) if self._nodes else loopback_environ()
+    def _interface_environ(self) -> dict[str, str]:
+        return interface_environ(self._nodes, self._place) if self._nodes else loopback_environ()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill the workers immediately.
 
-        Survivors of a failure have already saved what they can: they do that when the failure is agreed on.
+        Survivors of a failure have already saved their state, when all ranks agreed on the failure.
         """
         if self.verdicts.is_any_at_work():
             self._channel.send(b'{"op": "kill"}')
@@ -173,112 +185,142 @@ class ForkAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the workers.
 
-        Wait up to `monitor_interval` for news, so that an end is seen immediately.
+        Wait up to `monitor_interval` for a message, so that the end of a worker is noticed immediately.
         """
         verdict = self.verdicts.judge(self._remaining_restarts)
         if verdict is Verdict.AT_WORK:
-            self._end_after_another_node()
+            if self._rendezvous_of_nodes.is_regroup:
+                self.verdicts.expect_regroup()
+            self._end_with_another_node()
+            self._let_new_ones_take_part()
+            return RunResult(WorkerState.HEALTHY)
+        if verdict is Verdict.REGROUP:
+            self._rendezvous_of_nodes.is_round_wanted = True
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.DONE:
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
+        self._is_restart = verdict is Verdict.RESTART
         if verdict is Verdict.OVER:
+            if self._is_round_wanted_elsewhere():
+                return RunResult(WorkerState.HEALTHY)
             self._remaining_restarts = 0
         return RunResult(WorkerState.FAILED)
+
+    def _let_new_ones_take_part(self) -> None:
+        """Make the workers save and end, if more can be started and it is time."""
+        newcomers = self._rendezvous_of_nodes.num_newcomers
+        if self.verdicts.stop_signal or not self._count.may_grow(newcomers, has_saved=self.verdicts.has_saved):
+            return
+        if is_training(self._run):
+            self._channel.send(json.dumps({"op": "signal", "signum": REGROUP_SIGNAL}).encode())
+        elif not self.verdicts.trains:
+            # Nobody saves in a script without a Trainer: it is started again, as torchrun does.
+            self._rendezvous_of_nodes.is_round_wanted = True
 
     # nodes that end before the others
 
     def give_up(self) -> None:
-        """Tell the other nodes that the workers of this node failed and are not restarted."""
-        if self._nodes and not self.verdicts.is_done and not self.verdicts.stop_signal:
-            with contextlib.suppress(RuntimeError, ValueError):  # node 0 has ended
-                messages(self._store, "distributed").set("given-up", str(self._request.node_rank))
+        """Tell the other nodes that the workers of this node failed and are not restarted, or that a signal stopped them."""
+        how = f"was stopped by {signal_name(self.verdicts.stop_signal)}"
+        if self.verdicts.leaves:
+            self._rendezvous_of_nodes.leave(how, is_regroup=self.verdicts.has_regrouped)
+        elif self.verdicts.stop_signal:
+            self._rendezvous_of_nodes.finish(how, self.verdicts.exit_code(), waits=False)
+        elif not self.verdicts.is_done and self.verdicts.cause is not None:
+            text, node = in_words(self.verdicts.cause), self._node_name()
+            cause = text if node in text else f"{text} on {node}"
+            self._rendezvous_of_nodes.fail(cause, self.verdicts.exit_code())
 
-    def _end_after_another_node(self) -> None:
-        """Raise RendezvousClosedError if another node gave up and the workers of this node have not ended `timeout_s` later.
+    def _node_name(self) -> str:
+        """Return the number and the host name of this node, or "" if there is only one node."""
+        return f"node {self._request.node_rank} ({socket.gethostname()})" if self._request.num_nodes > 1 else ""
 
-        They may wait for workers of that node for as long as their engine's own timeout, which is half an hour for torch's gloo.
+    def _exit_barrier(self) -> None:
+        """Wait for the workers of the other nodes. Raise NodesEndedError if they fail."""
+        self._rendezvous_of_nodes.finish("has finished", 1, waits=True, is_trained=self.verdicts.trains)
+        self._end_with_another_node()
+
+    def _is_round_wanted_elsewhere(self) -> bool:
+        """If the failure of this node is a consequence, wait for its cause elsewhere, and return whether the run goes on.
+
+        It goes on if a node was lost: without it in an elastic run, else with its replacement. Raises NodesEndedError if another
+        node names the cause.
         """
-        now = time.monotonic()
-        if not self._nodes or self.verdicts.stop_signal or now < self._next_look:
-            return
-        self._next_look = now + _LOOK_EVERY_S
-        if self._deadline is None and (rank := self._node_that_gave_up()) is not None:
-            self._deadline = now + self._request.timeout_s
-            limit = f"the workers of this node get {self._request.timeout_s:g} s (timeout_s) to end"
-            text = f"node {rank} has failed, and its console and RUN/logs show why: {limit}"
-            self._display.handle({"kind": "warning", "text": text})
-        if self._deadline is not None and now > self._deadline:
-            raise RendezvousClosedError
+        cause, deadline = self.verdicts.cause, time.monotonic() + _CAUSE_S + LOST_AFTER_S
+        while self._nodes and cause is not None and cause.is_consequence and time.monotonic() < deadline:
+            self._end_with_another_node()
+            if self.verdicts.stop_signal:
+                break
+            others = self._rendezvous_of_nodes
+            if others.num_nodes_waiting() or others.is_regroup:
+                others.is_round_wanted = True
+                return True
+            time.sleep(0.05)
+        return False
 
-    def _node_that_gave_up(self) -> int | None:
-        with contextlib.suppress(RuntimeError, ValueError):  # torch's loop handles a store that is lost
-            store = messages(self._store, "distributed")
-            return int(store.get("given-up")) if store.check(["given-up"]) else None
-        return None
+    def _end_with_another_node(self) -> None:
+        """Raise NodesEndedError if another node has ended the run. The workers of this node are then killed.
+
+        They could only wait for those of the other node, for half an hour with torch's gloo. If all ranks agreed on a failure,
+        they have saved their state.
+        """
+        ended = self._rendezvous_of_nodes.ended
+        if ended is not None and not self.verdicts.stop_signal:
+            raise ended
 
 
-def run_agent(request: LaunchRequest, run: RunDirectory, channel: socket.socket) -> int:
+def run_agent(request: LaunchRequest, channel: socket.socket) -> int:
     """Run the workers of this node to their end and show what happened.
 
-    Return the exit code, which the launcher gets too.
+    Return the exit code, which is also sent to the launcher.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     display = display_of(request)
     code = 1
     try:
         with temporary_directory() as directory:
-            code = _run_to_the_end(request, run, channel, display, directory)
-    except RendezvousClosedError:
-        if request.node_rank == 0:
-            close_results(run, code, "another node ended this run", end_elsewhere)
-        display.close()
-        display.handle(
-            {"kind": "error", "text": "error: another node ended this run; its console and RUN/logs show why"}
-        )
-    except RendezvousStateError as error:
-        display.close()
-        text = (
-            f"error: the nodes cannot continue with the store at {request.master_addr}:{request.master_port}: {error}"
-        )
-        display.handle({"kind": "error", "text": text})
-    except StoreLostError:
-        display.close()
-        where = f"{request.master_addr}:{request.master_port}"
-        text = f"error: node 0 has ended, or its store at {where} can no longer be reached: its console shows why"
-        display.handle({"kind": "error", "text": text})
-    except ResourceError as error:
-        display.close()
-        display.handle({"kind": "error", "text": f"error: {error}"})
+            code = _run_to_the_end(request, channel, display, directory)
+    except DistributedError as error:
         code = error.exit_code
-    except RendezvousError as error:
+        if request.node_rank == 0:
+            run = RunDirectory(request.run_dir)
+            run.event("node_failed", cause=str(error))
+            close_results(run, code, str(error), end_elsewhere)
         display.close()
-        where = f"{request.master_addr}:{request.master_port}"
-        text = f"error: the {request.num_nodes} nodes did not join at {where} within {request.start_timeout:g} s ({str(error) or 'some are missing'})"
-        display.handle({"kind": "error", "text": text})
+        is_late = not code  # the run had ended before this node took part
+        display.handle({"kind": "notice" if is_late else "error", "text": f"{error}" if is_late else f"error: {error}"})
     finally:
         display.close()
         channel.send(json.dumps({"op": "done", "code": code}).encode())
     return code
 
 
-def _run_to_the_end(
-    request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display, directory: Path
-) -> int:
-    handler = rendezvous_of(request)
-    spec = WorkerSpec(
-        role="default", local_world_size=request.nproc_per_node, rdzv_handler=handler,
-        entrypoint=request.script or "job",
-        max_restarts=request.max_restarts, monitor_interval=0.001,  # `_monitor_workers` waits by itself
-    )  # fmt: skip
-    agent = ForkAgent(spec, request, run, channel, display, directory)
-    agent.output.start()
+def _run_to_the_end(request: LaunchRequest, channel: socket.socket, display: Display, directory: Path) -> int:
+    """Run all attempts of this node's workers, then end the run and return its exit code."""
+    rendezvous = rendezvous_of(request, lambda kind, text: display.handle({"kind": kind, "text": text}))
     try:
+        request = rendezvous.request
+        if request.node_rank > 0:
+            RunDirectory(request.run_dir).prove_part(f"node {request.node_rank} of a run of {request.master_addr}")
+        write_line(request.run_dir_fd, request.run_dir)
+        spec = WorkerSpec(
+            role="default", local_world_size=request.nproc_per_node, rdzv_handler=rendezvous,
+            entrypoint=request.script or "job",
+            max_restarts=request.max_restarts, monitor_interval=0.001,  # `_monitor_workers` does the waiting
+        )  # fmt: skip
+        agent = ForkAgent(spec, request, RunDirectory(request.run_dir), channel, display, directory)
+        agent.output.start()
         agent.run()
         agent.give_up()
+        return agent.verdicts.finish()
+    except NodesEndedError:
+        raise
+    except (DistributedError, OSError) as error:
+        code = error.exit_code if isinstance(error, DistributedError) else 1
+        rendezvous.fail(f"{error} on node {request.node_rank} ({socket.gethostname()})", code)
+        raise
     finally:
-        if request.num_nodes > 1:
-            handler.shutdown()
-    return agent.verdicts.finish()
+        rendezvous.shutdown()
 
 
 def _free_port() -> int:

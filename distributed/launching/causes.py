@@ -11,20 +11,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
-# Messages of torch (2.13), gloo and Horovod on the ranks that survive when another one has ended: consequences, never causes.
-_PEER_GONE = (
-    "Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "Socket Timeout",
-    "recvValue failed", "sendBytes failed", "recvBytes failed", "failed to recv", "timed out after",
-    "Timed out waiting", "wait timeout", "connectFullMesh failed", "remote process exited",
-    "NCCL communicator was aborted", "unhandled system error", "Horovod has been shut down",
-)  # fmt: skip
-_PEER_GONE_TYPES = {"DistNetworkError", "DistStoreError", "ConnectionResetError", "BrokenPipeError"}
-_DISTRIBUTED_TYPES = {
-    "RuntimeError",
-    "DistBackendError",
-    "DistError",
-    "HorovodInternalError",
-}  # the message decides whether one is a consequence
+from distributed.config.registry import REGISTRY, PeerErrors
+
+# Python's own exceptions. Those of the engines, and all messages, are in the entries of the registry.
+_PEER_ERRORS = PeerErrors(types=("ConnectionResetError", "BrokenPipeError"), general_types=("RuntimeError",))
 _OUR_DIRECTORY = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
@@ -41,19 +31,23 @@ class Failure:
     traceback: str = ""
     exit_code: int = 1
     signum: int = 0
+    node: str = ""  # name of the rank's machine, if the launcher started workers on several
 
     @property
     def is_consequence(self) -> bool:
-        """Whether this failure only says that another rank has ended."""
+        """Return whether this failure only says that another rank has ended."""
         if self.kind != "exception":
             return False
-        if self.type in _PEER_GONE_TYPES:
+        known = [_PEER_ERRORS, *(entry.peer_errors for entry in REGISTRY.values())]
+        if any(self.type in errors.types for errors in known):
             return True
-        return self.type in _DISTRIBUTED_TYPES and any(word in self.message for word in _PEER_GONE)
+        # Any library's messages may be in another one's exception: Horovod raises those of gloo.
+        has_message = any(part in self.message for errors in known for part in errors.messages)
+        return has_message and any(self.type in errors.general_types for errors in known)
 
     @property
     def weight(self) -> int:
-        """0 for a cause, more for a failure that may be a consequence: an abort in C++, or a lost connection."""
+        """0 for a cause, 1 for an abort in C++, which may be a consequence, and 2 for a lost connection, which is one."""
         if self.is_consequence:
             return 2
         return 1 if self.kind == "signal" and self.signum == signal.SIGABRT else 0
@@ -61,25 +55,26 @@ class Failure:
     def __str__(self) -> str:
         if self.kind == "error":
             return self.message
+        rank = f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
         if self.kind == "exception":
-            return f"rank {self.rank} failed with {self.type}"
+            return f"{rank} failed with {self.type}"
         if self.kind == "signal":
-            return f"rank {self.rank} was killed by signal {self.signum} ({signal_name(self.signum)})"
+            return f"{rank} was killed by signal {self.signum} ({signal_name(self.signum)})"
         if self.exit_code == 0:
             return (
-                f"rank {self.rank} exited with code 0 while other ranks were still running:"
+                f"{rank} exited with code 0 while other ranks were still running:"
                 " every rank must call fit(), evaluate(), predict() and save()"
             )
-        return f"rank {self.rank} exited with code {self.exit_code}"
+        return f"{rank} exited with code {self.exit_code}"
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the earliest failure that is no consequence of another one, or the earliest of all if each may be one."""
+    """Return the earliest failure that is not a consequence of another one, or the earliest of all if each may be one."""
     return min(failures, key=lambda failure: (failure.weight, failure.time))
 
 
 def signal_name(signum: int) -> str:
-    """Return the name of a signal, such as `SIGKILL` for 9, or its number if it has no name."""
+    """Return the name of a signal, such as `SIGKILL` for 9, or the number as text if it has no name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -92,7 +87,7 @@ def full_traceback(error: BaseException) -> str:
 
 
 def short_traceback(error: BaseException) -> str:
-    """Return the same traceback without the frames of libraries, except the last frame: short enough for a screen."""
+    """Return the traceback of `error` without the frames of libraries, except the last frame: short enough for a screen."""
     return _format(error, short=True)
 
 
@@ -103,9 +98,9 @@ def place_of(error: BaseException) -> str:
 
 
 def _format(error: BaseException, *, short: bool) -> str:
-    report = traceback.TracebackException(type(error), error, _users_part(error), compact=True)
-    left_out = sum(_trim(part, short) for part in _chain(report))
-    text = "".join(report.format()).rstrip("\n")
+    exception = traceback.TracebackException(type(error), error, _users_part(error), compact=True)
+    left_out = sum(_trim(part, short) for part in _chain(exception))
+    text = "".join(exception.format()).rstrip("\n")
     if left_out:
         text = text.replace("call last):", f"call last; {left_out} library frames are in the log):", 1)
     return text
@@ -114,7 +109,7 @@ def _format(error: BaseException, *, short: bool) -> str:
 def _users_part(error: BaseException) -> TracebackType | None:
     """Return the traceback below the frames of this package, or all of it if it has no other frames.
 
-    A SyntaxError of the script itself has no frame of the user's: its message names the file and the line.
+    A SyntaxError of the script itself has no frame in the user's code, but its message names the file and the line.
     """
     is_syntax = isinstance(error, SyntaxError)
     part = error.__traceback__
@@ -126,24 +121,24 @@ def _users_part(error: BaseException) -> TracebackType | None:
     return None if is_syntax else error.__traceback__
 
 
-def _chain(report: traceback.TracebackException) -> Iterable[traceback.TracebackException]:
-    current: traceback.TracebackException | None = report
+def _chain(exception: traceback.TracebackException) -> Iterable[traceback.TracebackException]:
+    current: traceback.TracebackException | None = exception
     while current is not None:
         yield current
         current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
 
 
-def _trim(report: traceback.TracebackException, short: bool) -> int:
-    """Drop the frames of libraries from `report` and return their number.
+def _trim(exception: traceback.TracebackException, short: bool) -> int:
+    """Drop the frames of libraries from `exception` if `short` is True, and return their number.
 
-    A traceback without frames of the user's keeps all.
+    A traceback without any frame in the user's code keeps all frames.
     """
-    frames = report.stack
+    frames = exception.stack
     if not short or not any(_is_users(frame.filename) for frame in frames):
         return 0
     kept = [frame for i, frame in enumerate(frames) if _is_users(frame.filename) or i == len(frames) - 1]
     left_out = len(frames) - len(kept)
-    report.stack[:] = kept
+    exception.stack[:] = kept
     return left_out
 
 

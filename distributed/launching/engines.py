@@ -1,30 +1,62 @@
-"""What launching needs of the engines in a worker, by the functions that their registry rows name. No engine is loaded."""
+"""Call the functions by which the registry entries answer for their engines. Only `use_store` loads an engine."""
 
 from __future__ import annotations
 
 import pkgutil
 import random
 import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from distributed.config.registry import REGISTRY
 
 
 def has_joined() -> bool:
-    """Return whether the script of this process has joined others by an engine's own call, now or before."""
-    rows = REGISTRY.values()
-    if any(name in sys.modules for row in rows for name in row.joining_modules):
+    """Return whether the script of this process has joined other processes by an engine's own call, even if it left again."""
+    entries = REGISTRY.values()
+    if any(name in sys.modules for entry in entries for name in entry.joining_modules):
         return True
-    return any(pkgutil.resolve_name(name)() for name in dict.fromkeys(row.has_joined for row in rows if row.has_joined))
+    return any(ask() for ask in _functions("has_joined"))
+
+
+def use_store(path: str | None) -> None:
+    """Let the engines' own calls in the script of this worker find the other workers. Call once, before the script.
+
+    Args:
+        path: the file that all workers share, or None if they share none, as on several nodes.
+    """
+    for use in _functions("use_store"):
+        use(path)
 
 
 def seed_generators(seed: int) -> None:
-    """Seed the global generators of Python, of NumPy and of each engine, as far as they are loaded.
+    """Seed the global random generators of Python, NumPy and each engine that is loaded.
 
-    Every rank gets the same numbers: the same initial model and the same split of the data, also after a restart. `Trainer` later
-    gives each rank a stream of its own.
+    Every rank then draws the same numbers and gets the same initial model and the same split of the data, also after a restart.
+    Later, `Trainer` gives each rank a random stream of its own.
     """
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
-    for name in dict.fromkeys(row.seed for row in REGISTRY.values() if row.seed):
-        pkgutil.resolve_name(name)(seed)
+    for seed_engine in _functions("seed"):
+        seed_engine(seed)
+
+
+def active_profiler() -> str | None:
+    """Return the name of an engine's profiler that records this process, or None."""
+    return next((name for ask in _functions("active_profiler") if (name := ask()) is not None), None)
+
+
+def picklable(data: Any) -> Any:
+    """Return the data of a fit without what the engines keep in it for this process and cannot pickle."""
+    if isinstance(data, dict):  # validation sets by name
+        return {name: picklable(value) for name, value in data.items()}
+    for leave_out in _functions("picklable"):
+        data = leave_out(data)
+    return data
+
+
+def _functions(field: str) -> Iterator[Callable[..., Any]]:
+    """Yield the functions that the entries name in `field`, each once."""
+    names = dict.fromkeys(getattr(entry, field) for entry in REGISTRY.values())
+    return (pkgutil.resolve_name(name) for name in names if name)

@@ -1,4 +1,4 @@
-"""The rows of finished epochs, on their way from rank 0 to the process that called `fit`."""
+"""Pass on what the process that called `fit` learns while its workers run, such as the rows of the run on rank 0."""
 
 from __future__ import annotations
 
@@ -8,42 +8,46 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-Row = Mapping[str, Any]
+from distributed.state import EpochMetrics
 
 
 class Epochs:
-    """Call `on_row` with the row of each finished epoch once: after a restart, some epochs are trained again."""
+    """Call `on_epoch` once with each row of the run, even if a restart trains the same steps again.
 
-    def __init__(self, on_row: Callable[[Row], None]) -> None:
-        self._on_row = on_row
-        self._last_steps: dict[str, int] = {}  # run directory -> the step at the end of its last epoch
+    A row is that of a finished epoch, or of a validation if these do not follow the epochs. A row before the first update is
+    left out, because nothing was trained yet.
+    """
+
+    def __init__(self, on_epoch: Callable[[EpochMetrics], None]) -> None:
+        self._on_epoch = on_epoch
+        self._last_steps: dict[str, int] = {}  # run directory -> the step of its last row
 
     def __call__(self, event: Mapping[str, Any]) -> None:
-        """Take any event of the main process."""
-        if event.get("kind") == "epoch" and event["row"]["step"] > self._last_steps.get(event["run"], -1):
+        """Handle an event of the main process. Events other than rows are ignored."""
+        if event.get("kind") == "row" and event["row"]["step"] > self._last_steps.get(event["run"], 0):
             self._last_steps[event["run"]] = event["row"]["step"]
-            self._on_row(event["row"])
+            self._on_epoch(event["row"])
 
 
-def write_row(fd: int | None, row: Row) -> None:
-    """Write one row as a JSON line to the descriptor `fd`, if it is not None and its reader has not ended."""
+def write_line(fd: int | None, value: Any) -> None:
+    """Write `value` as a JSON line to the descriptor `fd`, if it is not None and its reader has not ended."""
     if fd is not None:
         with contextlib.suppress(BrokenPipeError):
-            os.write(fd, json.dumps(row).encode() + b"\n")
+            os.write(fd, json.dumps(value).encode() + b"\n")
 
 
 class Caller:
-    """Call `on_epoch`, if it is not None, with each row until it raises. Then call `stop` once and keep the error."""
+    """Call `on_epoch`, if it is not None, with the metrics of each epoch until it raises. Then call `stop` once and keep the error."""
 
-    def __init__(self, on_epoch: Callable[[Row], None] | None, stop: Callable[[], None]) -> None:
+    def __init__(self, on_epoch: Callable[[EpochMetrics], None] | None, stop: Callable[[], None]) -> None:
         self._on_epoch, self._stop = on_epoch, stop
-        self.error: BaseException | None = None  # the caller raises it once training has ended
+        self.error: BaseException | None = None  # `fit` raises it once training has ended
 
-    def __call__(self, row: Row) -> None:
+    def __call__(self, metrics: EpochMetrics) -> None:
         if self._on_epoch is None or self.error is not None:
             return
         try:
-            self._on_epoch(row)
-        except BaseException as error:  # of any kind: the workers must end first
+            self._on_epoch(metrics)
+        except BaseException as error:  # also KeyboardInterrupt: the workers must end first
             self.error = error
             self._stop()

@@ -2,51 +2,51 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 
 from distributed.config import DistributedConfig
 from distributed.config.plan import ProcessPlan
-from distributed.config.registry import row_in_use
+from distributed.config.registry import BackendEntry
+from distributed.config.settings import DEFAULT_PORT
+from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import environment_of
 from distributed.launching.request import launched_by
 from distributed.launching.secret import VARIABLE, shared_secret
 
-
-@dataclasses.dataclass
-class _ThisProcess:
-    shown: set[str] = dataclasses.field(default_factory=set)
+_shown: set[str] = set()  # the warnings that this process has shown
 
 
-_this = _ThisProcess()
-
-
-def warnings_of(config: DistributedConfig, plan: ProcessPlan) -> list[str]:
+def warnings_of(config: DistributedConfig, plan: ProcessPlan, entry: BackendEntry) -> list[str]:
     """Return the warnings about a run whose workers our launcher starts, one for each kind of open port.
 
-    Raises ConfigError if the secret is too short.
+    `entry` is the backend, as its options make it. Raises ConfigError if the secret is too short, or if there is none and nodes
+    may join and leave during the run.
     """
+    if config.min_nodes not in (None, plan.num_nodes) and shared_secret() is None:
+        raise ConfigError(
+            f"num_nodes={config.min_nodes}:{plan.num_nodes} lets nodes join during the run, which needs a secret:"
+            f" set the same {VARIABLE}, or --token-file, on all nodes"
+        )
     found = []
-    listens = row_in_use(config, plan.backend).listens
-    if listens and plan.world_size > 1:
-        found.append(_of_listener(listens))
-    if plan.num_nodes > 1 and shared_secret() is None:
-        found.append(_of_rendezvous("nodes", config.master_addr, config.master_port, "on all nodes"))
+    if entry.listens and plan.world_size > 1:
+        found.append(_of_listener(entry.listens))
+    if plan.num_nodes > 1 and not entry.places_workers and shared_secret() is None:
+        found.append(_of_rendezvous("nodes", config.master_addr, config.master_port or DEFAULT_PORT, "on all nodes"))
     return [f"warning: {text}" for text in found]
 
 
 def launcher_warnings(found: WorkerEnvironment | None) -> list[str]:
-    """Return a warning if another launcher started this worker and listens on all interfaces. Main process only.
+    """Return a warning if a foreign launcher started this worker and listens on all interfaces. Main process only.
 
-    This function and the ones below return each warning once per process, and none in workers of our own launcher.
+    This function and those below return each warning once per process, and return none in workers of our own launcher.
     """
     if found is None or found.world_size == 1 or found.restart_count > 0:
         return []
-    row = environment_of(found)
-    if row is None or not row.listens or (row.listens_with and row.listens_with not in os.environ):
+    entry = environment_of(found)
+    if entry is None or not entry.listens or (entry.listens_with and entry.listens_with not in os.environ):
         return []
-    return _once(_of_listener(row.listens))
+    return _once(_of_listener(entry.listens))
 
 
 def engine_warnings(listens: str) -> list[str]:
@@ -67,10 +67,10 @@ def script_warnings(host: str, port: int) -> list[str]:
 
 
 def _once(text: str) -> list[str]:
-    """Return `text`, or nothing if this process has shown it. Our launcher shows `warnings_of` before it starts its workers."""
-    if launched_by() is not None or text in _this.shown:
+    """Return `text`, or nothing if this process has shown it or our launcher, which shows `warnings_of`, started it."""
+    if launched_by() is not None or text in _shown:
         return []
-    _this.shown.add(text)
+    _shown.add(text)
     return [text]
 
 

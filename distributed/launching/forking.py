@@ -14,8 +14,9 @@ from distributed.runs.processes import STOP_SIGNALS, die_with_parent
 def fork(child: Callable[[], int], *, dies_with_parent: bool = True) -> int:
     """Fork a child that calls `child` and ends with the exit code that it returns. Return its process id.
 
-    The stop signals and SIGCHLD are blocked in the child until it unblocks them: before it has handlers of its own, they would
-    reach a wake-up descriptor that it shares with this process. Call it from a process with a single thread.
+    The stop signals and SIGCHLD are blocked in the child until the child unblocks them: before the child has handlers of its own,
+    these signals would reach a wake-up descriptor that it shares with this process. Call this from a process with a single
+    thread.
     """
     parent = os.getpid()
     sys.stdout.flush()

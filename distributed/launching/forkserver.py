@@ -1,12 +1,13 @@
 """The launcher process: forks the agent, imports the framework once, then forks every worker that the agent asks for.
 
-It stays single-threaded, so that its children start from a clean state, and is the parent of all of them: they share
-its memory, die with it, and it alone reaps them.
+This process stays single-threaded, so that its children start from a clean state. It is the parent of the agent and of all
+workers: they share its memory, die with it, and only this process reaps them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import importlib.abc
@@ -21,6 +22,8 @@ import tempfile
 import time
 from typing import Any
 
+from distributed.checkpoints.mirror import UPLOAD_FAILED
+from distributed.errors import TrainingError
 from distributed.launching.forking import fork
 from distributed.launching.output import display_of
 from distributed.launching.request import LaunchRequest
@@ -29,21 +32,39 @@ from distributed.launching.stopping import Signals, Stop
 from distributed.launching.variables import crowding, set_missing, set_thread_variables
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
+from distributed.runs.remote import push_at_end, upload_rest
 from distributed.runs.temporary import remove_leftovers
 
-_AGENT_GRACE_S = 10.0  # for the agent to print and leave once every worker is gone
+_AGENT_GRACE_S = 10.0  # time for the agent to print and exit once every worker has ended
+_JOINING_GRACE_S = 1.0  # for the agent if no worker has been started
 _MESSAGE_BYTES = 256 * 1024
 
 
 def launch(request: LaunchRequest) -> int:
-    """Run the workers of `request` from this process until they end, by the launcher that it names. Return the exit code.
+    """Run the workers of `request` from this process until they end, by the launcher that `request` names. Return the exit code.
 
-    The caller must have a single thread. Raises ConfigError or ResourceError, before a framework is imported, for what can be known
-    by then.
+    The caller must have a single thread. Raises ConfigError or ResourceError for mistakes that can be found before a framework
+    is imported.
     """
     remove_leftovers(tempfile.gettempdir())
+    run = RunDirectory(request.run_dir) if request.run_dir and request.node_rank == 0 else None
+    begin = 0 if run is None else run.events_size()
     code: int = importlib.import_module(request.launcher).serve(request)
-    return code
+    return code if run is None else _copied(run, code, begin)
+
+
+def _copied(run: RunDirectory, code: int, begin: int) -> int:
+    """Finish the copies of a run that ended with `code` in object storage, if it has any. Return the exit code.
+
+    `begin` is the size that events.jsonl had before this launch.
+    """
+    problems = [push_at_end(run.path)]
+    failure = run.last_failure(begin) if code else None
+    if failure is None or UPLOAD_FAILED not in failure["cause"]:  # otherwise the workers have tried it a moment ago
+        problems.append(upload_rest(run.path) if code else "")
+    for problem in filter(None, problems):
+        sys.stderr.write(f"error: {problem}\n")
+    return code or (TrainingError.exit_code if any(problems) else 0)
 
 
 def serve(request: LaunchRequest) -> int:
@@ -52,15 +73,15 @@ def serve(request: LaunchRequest) -> int:
     _check(request, run)
     _show_start(request)
     set_thread_variables(request.nproc_per_node)
-    # With a store that torch shares between attempts, a restart can read stale addresses (pytorch issue 135712). This may go once
-    # restarts have been tried without it on a torch that has pytorch pull request 135957.
+    # Workaround (torch 2.13, pytorch/pytorch#135712; may go when restarts have been tried without it on a torch that
+    # has pytorch/pytorch#135957): with a store that torch shares between attempts, a restart can read stale addresses.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     set_missing(request.launcher_environ)
     with Signals() as signals:
-        gc.disable()  # imports leave little garbage, and a collection would unshare pages
-        importlib.import_module("torch")  # for the agent too; no other process of this run imports it
+        gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the workers share
+        importlib.import_module("torch")  # the agent and the workers inherit it
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        agent = fork(lambda: _agent(request, run, side, server, signals))
+        agent = fork(lambda: _agent(request, side, server, signals))
         side.close()
         _import_for_workers(request, signals, agent)
         gc.freeze()
@@ -70,13 +91,13 @@ def serve(request: LaunchRequest) -> int:
 def _check(request: LaunchRequest, run: RunDirectory) -> None:
     if request.script is not None and request.payload is None:  # with a payload, the script is only a name in argv
         check_script(request.script)
-    if request.node_rank == 0:  # other nodes write into it after they have joined node 0
+    if request.node_rank == 0:  # the other nodes write into the run directory after they have joined node 0
         run.check(resume=request.resume)
         run.lock()
 
 
 def _show_start(request: LaunchRequest) -> None:
-    """Show what starts, before the first import that takes long."""
+    """Show the lines about the start, before the first import that takes long."""
     display = display_of(request)
     if request.started_lines:
         display.handle({"kind": "started", "lines": list(request.started_lines)})
@@ -105,12 +126,14 @@ class _Stopped(BaseException):
 
 
 class _Watch(importlib.abc.MetaPathFinder):
-    """Raise `_Stopped` at the next import after a stop signal or the end of the agent. The imports take seconds, and nobody needs
-    them any more. Libraries that are imported may run programs, whose ends are signals too."""
+    """Raise `_Stopped` at the next import after a stop signal or the end of the agent, because the imports take seconds.
+
+    A SIGCHLD alone does not tell that the agent has ended: imported libraries may run programs that end too.
+    """
 
     def __init__(self, signals: Signals, agent: int) -> None:
         self._signals, self._agent = signals, agent
-        self.taken: list[int] = []  # signals until now
+        self.taken: list[int] = []  # signals that arrived so far
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if new := self._signals.read():
@@ -120,24 +143,23 @@ class _Watch(importlib.abc.MetaPathFinder):
                 raise _Stopped
 
 
-def _agent(
-    request: LaunchRequest, run: RunDirectory, side: socket.socket, server: socket.socket, signals: Signals
-) -> int:
+def _agent(request: LaunchRequest, side: socket.socket, server: socket.socket, signals: Signals) -> int:
     server.close()
     signals.ignore()  # the launcher handles them
     gc.enable()
     from distributed.launching.agent import run_agent
 
-    return run_agent(request, run, side)
+    return run_agent(request, side)
 
 
 class ForkServer:
-    """The loop of the launcher process. It handles orders of the agent, signals, and the ends of its children."""
+    """The loop of the launcher process. It handles commands of the agent, signals, and the ends of its children."""
 
     def __init__(self, request: LaunchRequest, channel: socket.socket, agent: int, signals: Signals) -> None:
         self._request, self._channel, self._agent, self._signals = request, channel, agent, signals
         self._workers: dict[int, int] = {}  # process id -> local rank
-        self._num_begun = 0  # workers, of all attempts
+        self._num_begun = 0  # number of workers started in all attempts
+        self._num_to_begin = 0  # number of workers of this attempt that have not started
         self._stop = Stop(request.timeout_s)
         self._code: int | None = None  # the exit code of the run, from the agent
         self._agent_status: int | None = None
@@ -150,10 +172,11 @@ class ForkServer:
             selector.register(self._signals, selectors.EVENT_READ)
             while self._agent_status is None:
                 ready = [key.fileobj for key, _ in selector.select(self._patience())]
-                for number in self._signals.read():  # before orders: nothing may start after a stop
+                # Handle signals before the agent's commands, because no worker may start after a stop signal.
+                for number in self._signals.read():
                     self._take_signal(number)
                 if self._channel in ready and not self._take_order():
-                    selector.unregister(self._channel)  # the agent is ending; its end comes as SIGCHLD
+                    selector.unregister(self._channel)  # the agent closed its end; a SIGCHLD follows
                 self._reap()
                 self._run_out_of_patience()
         self._hear_last_words()
@@ -163,13 +186,13 @@ class ForkServer:
         return self._exit_code()
 
     def _hear_last_words(self) -> None:
-        """Read what the agent sent right before its end."""
+        """Read the messages that the agent sent right before its end."""
         self._channel.setblocking(False)
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while data := self._channel.recv(_MESSAGE_BYTES):
-                order = json.loads(data)
-                if order["op"] == "done":
-                    self._code = order["code"]
+                command = json.loads(data)
+                if command["op"] == "done":
+                    self._code = command["code"]
 
     def _exit_code(self) -> int:
         if self._code is not None:
@@ -181,60 +204,63 @@ class ForkServer:
         sys.stderr.write(f"error: the agent of this run (process {self._agent}) {how}: all workers were stopped\n")
         return 1
 
-    # orders
+    # commands of the agent
 
     def _take_order(self) -> bool:
         """Carry out one message of the agent. Return False if it has closed its end."""
         try:
             data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 3)
-        except ConnectionError:  # the agent was killed with unread messages of ours
+        except ConnectionError:  # the agent was killed before it read all messages
             return False
         if not data:
             return False
-        order = json.loads(data)
-        if order["op"] == "fork":
-            self._start_worker(order, fds)
-        elif order["op"] == "kill":
+        command = json.loads(data)
+        if command["op"] == "fork":
+            self._start_worker(command, fds)
+        elif command["op"] == "kill":
             self._kill_workers()
-        elif order["op"] == "done":
-            self._code = order["code"]
+        elif command["op"] == "signal" and not self._stop.signum:
+            self._signal_workers(command["signum"])
+        elif command["op"] == "done":
+            self._code = command["code"]
             self._agent_deadline = time.monotonic() + _AGENT_GRACE_S
         return True
 
     def _send(self, **message: Any) -> None:
-        with contextlib.suppress(OSError):  # the agent has ended, which `_reap` handles
+        with contextlib.suppress(OSError):  # the agent has ended; `_reap` handles that
             self._channel.send(json.dumps(message).encode())
 
-    def _start_worker(self, order: dict[str, Any], fds: list[int]) -> None:
-        if self._stop.signum:  # nothing may start after a stop
-            self._send(op="exit", local_rank=order["local_rank"], status=-self._stop.signum, time=time.time())
+    def _start_worker(self, command: dict[str, Any], fds: list[int]) -> None:
+        if self._stop.signum:  # no worker may start after a stop signal
+            self._send(op="exit", local_rank=command["local_rank"], status=-self._stop.signum, time=time.time())
         else:
-            pid = fork(lambda: self._worker(order, fds))
+            pid = fork(lambda: self._worker(command, fds))
             with contextlib.suppress(OSError):  # the child does the same; the first one succeeds
                 os.setpgid(pid, pid)
-            self._workers[pid] = order["local_rank"]
+            self._workers[pid] = command["local_rank"]
             self._num_begun += 1
+            self._num_to_begin = command["local_world_size"] - command["local_rank"] - 1
         for fd in fds:
             os.close(fd)
 
-    def _worker(self, order: dict[str, Any], fds: list[int]) -> int:
+    def _worker(self, command: dict[str, Any], fds: list[int]) -> int:
         os.setpgid(0, 0)  # so that the terminal's Ctrl-C reaches the launcher only
         self._signals.restore()
         self._channel.close()
-        for fd in (
-            self._request.epochs_fd,
-            self._request.bar_fd,
-        ):  # of the launcher: their end shows the caller that it ended
+        # Only the launcher may hold these descriptors: when they close, the caller sees that the launcher has ended.
+        for fd in (self._request.epochs_fd, self._request.bar_fd, self._request.run_dir_fd):
             if fd is not None:
                 os.close(fd)
         gc.enable()
         from distributed.launching.worker import run_worker
 
-        return run_worker(self._request, order, fds)
+        agreed = {name: command[name] for name in ("run_dir", "resume", "node_rank")}  # by the nodes
+        return run_worker(dataclasses.replace(self._request, **agreed), command, fds)
 
-    # ends
+    # ends of children
 
     def _reap(self, *, block: bool = False) -> None:
+        """Collect the children that have ended, and tell the agent which workers have. With `block`, wait for all of them."""
         while self._workers or self._agent_status is None:
             try:
                 pid, raw = os.waitpid(-1, 0 if block else os.WNOHANG)
@@ -250,21 +276,23 @@ class ForkServer:
                 self._send(op="exit", local_rank=local_rank, status=status, time=time.time())
 
     def _kill_workers(self) -> None:
+        self._signal_workers(signal.SIGKILL)
+
+    def _signal_workers(self, number: int) -> None:
         for pid in self._workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
 
-    # signals
+    # signals to the launcher
 
     def _take_signal(self, number: int) -> None:
+        """Pass the first stop signal on to the workers, and tell the agent of stop signals. Ignore other signals."""
         if number not in STOP_SIGNALS:
             return
-        is_starting = not self._num_begun or self._num_begun % self._request.nproc_per_node > 0
+        is_starting = not self._num_begun or self._num_to_begin > 0
         if is_first := self._stop.add(number):
-            # While workers are missing none has trained. There is nothing to save, and many take long to leave: kill them.
-            for pid in self._workers:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL if is_starting else self._stop.signum)
+            # Until all workers have started, none has trained. There is nothing to save, so kill them: a normal exit takes long.
+            self._signal_workers(signal.SIGKILL if is_starting else self._stop.signum)
         if is_first or number == signal.SIGINT:
             self._send(
                 op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts,
@@ -272,7 +300,7 @@ class ForkServer:
             )  # fmt: skip
 
     def _patience(self) -> float | None:
-        """Return the seconds until something must be killed, or None if nothing is waited for."""
+        """Return the seconds until the workers or the agent must be killed, or None if there is no such deadline."""
         ends = [self._agent_deadline] if self._agent_deadline is not None else []
         if self._stop.kill_at is not None and self._workers:
             ends.append(self._stop.kill_at)
@@ -281,7 +309,8 @@ class ForkServer:
     def _run_out_of_patience(self) -> None:
         now = time.monotonic()
         if self._stop.signum and not self._workers and self._agent_deadline is None:
-            self._agent_deadline = now + _AGENT_GRACE_S
+            # An agent that waits for other nodes before its first worker does not read the signal.
+            self._agent_deadline = now + (_AGENT_GRACE_S if self._num_begun else _JOINING_GRACE_S)
         if self._stop.is_due():
             self._kill_workers()
         if self._agent_deadline is not None and now >= self._agent_deadline and self._agent_status is None:

@@ -18,8 +18,8 @@ def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = soc
     """Return a socket bound to `port` on the interface that has the address of `host`.
 
     The socket is bound on all interfaces if no interface has this address (behind network address translation), or if `host` is
-    a name that resolves to loopback: other machines may resolve it to another address (Debian's /etc/hosts). With `is_alone`,
-    when there is no other node, such a name is bound to loopback, as localhost always is.
+    a name that resolves to loopback: other machines may resolve the name to another address (Debian's /etc/hosts). With
+    `is_alone`, which means that there is no other node, such a name is bound to loopback, as localhost always is.
 
     `family` limits the addresses of `host` to IPv4 or IPv6. Raises OSError if the port is taken or `host` is not known.
     """
@@ -35,8 +35,20 @@ def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = soc
     return _bound(family, socket.SOCK_STREAM, 0, ("", port))
 
 
+def may_listen_at(host: str, port: int) -> bool:
+    """Return whether `host` is this machine, and nobody listens at the port yet. Raises OSError if `host` is not known."""
+    found, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    if not _is_of_this_machine(found, where):
+        return False
+    try:
+        listen_at(host, port).close()
+    except OSError as error:
+        return error.errno != errno.EADDRINUSE
+    return True
+
+
 def is_loopback(address: str) -> bool:
-    """Return whether `address` is one of the loopback interface."""
+    """Return whether `address` belongs to the loopback interface."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -45,21 +57,21 @@ def reachable_address(target: str | None) -> str:
     if target is None:
         return "127.0.0.1"
     family, kind, _, _, where = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # sends nothing
+    with socket.socket(family, kind) as probe:  # connecting a UDP socket sends nothing
         probe.connect(where)
         address: str = probe.getsockname()[0]
         return address
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the loopback interface, or None if there is none."""
+    """Return the name of the loopback interface, or None if this machine has none."""
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def loopback_environ() -> dict[str, str]:
     """Return the variables that make the workers of one node communicate over loopback, unless the user has set them.
 
-    Without them Gloo listens at the address that the host's name resolves to.
+    Without these variables, torch's gloo (2.13) listens at the address that the host name resolves to.
     """
     name = loopback_interface()
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}
@@ -68,8 +80,8 @@ def loopback_environ() -> dict[str, str]:
 def is_own_peer(connection: socket.socket) -> bool:
     """Return whether the process at the other end of a TCP connection belongs to this user or to root.
 
-    Also return True if that process is on another machine, because its user cannot be determined. A connection whose other end
-    is closed has no known user and gives False.
+    Also return True if that process is on another machine, because its user cannot be determined. Return False if the other end
+    is closed, because its user is then not known.
     """
     peer, here = connection.getpeername(), connection.getsockname()
     if not _is_of_this_machine(connection.family, peer):
@@ -89,7 +101,7 @@ def _connections() -> Iterator[tuple[int, int, int]]:
 
 
 def _is_of_this_machine(family: int, where: tuple[Any, ...]) -> bool:
-    """Return whether an interface of this machine has the address in `where`. A socket can be bound to such an address only."""
+    """Return whether an interface of this machine has the address in `where`: only then can a socket be bound to it."""
     host, _, *rest = where
     try:
         _bound(family, socket.SOCK_STREAM, 0, (host, 0, *rest)).close()

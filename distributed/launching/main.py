@@ -1,7 +1,7 @@
 """The launcher process of a plain script or a notebook: `python main.py REQUEST PARENT`, where `-` stands for standard input.
 
-It runs by its path and not with -m, so that nothing of the caller's working directory is on the path before the
-request says so.
+The launcher process runs this file by its path and not with -m. The caller's working directory is therefore not on
+`sys.path` unless the request has it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def _request_text(name: str) -> str:
 
 
 if __name__ == "__main__":
-    # sys.path[0] is this directory, whose files would hide others of the same name: replace it by the package's parent.
+    # sys.path[0] is this directory, and its files would hide modules of the same name. Replace it by the package's parent.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     main()

@@ -1,7 +1,7 @@
-"""Addresses of the nodes of a run: where the workers of each one listen for those of the others.
+"""Addresses of the nodes of a run: where the workers of each node listen for those of the other nodes.
 
-Torch's gloo listens at the address that the host name resolves to. On Debian that is a loopback address (127.0.1.1 in /etc/hosts),
-which no other machine reaches.
+Torch's gloo (2.13) listens at the address that the host name resolves to. On Debian this is a loopback address (127.0.1.1 in
+/etc/hosts), which no other machine can reach.
 """
 
 from __future__ import annotations
@@ -10,48 +10,51 @@ import array
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from distributed.launching.listening import is_loopback, loopback_interface, reachable_address
 
-_SIOCGIFCONF = 0x8912  # of Linux: the IPv4 addresses of all interfaces
+_SIOCGIFCONF = 0x8912  # Linux's ioctl that lists the IPv4 addresses of all interfaces
 _ENTRY = struct.Struct("16s4x4s16x")  # struct ifreq on 64 bits: a name, and the address in a sockaddr_in
 _MAX_ENTRIES = 1024
+_MOST_NAMED = 8  # nodes in a line
+_RETRY_S = 0.5  # between two questions for a name
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Addresses of a node, as it tells them to the others."""
+    """Addresses of a node, as the node sends them to the other nodes."""
 
-    name: str  # its host name
+    name: str  # host name
     listens_at: str | None  # the address that the host name resolves to on the node itself; None if it resolves to none
-    address: str | None  # its address on the route to `master_addr`; None if there is no route
+    address: str | None  # the node's address on the route to `master_addr`; None if there is no route
 
-    def to_json(self) -> str:
-        """Return one JSON object."""
-        return json.dumps(dataclasses.asdict(self))
+    def to_dict(self) -> dict[str, str | None]:
+        """Return the fields as JSON has them."""
+        return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, content: bytes) -> Node:
-        """Return the node that `to_json` wrote. Raises ValueError, TypeError, AttributeError or RecursionError for anything else."""
-        name, listens_at, address = (json.loads(content).get(field) for field in ("name", "listens_at", "address"))
+    def of(cls, content: Mapping[str, Any]) -> Node:
+        """Return the node that `to_dict` described, or raise TypeError."""
+        name, listens_at, address = (content.get(field) for field in ("name", "listens_at", "address"))
         if not all(isinstance(each, str | None) for each in (listens_at, address)):
             raise TypeError("an address is a text")
         return cls(str(name), listens_at, address)
 
     @property
     def is_unreachable_by_name(self) -> bool:
-        """True if what listens at the address of the host name is reached from this node only."""
+        """True if a socket that listens at the address of the host name can be reached from the node itself only."""
         return self.listens_at is None or is_loopback(self.listens_at)
 
 
 def this_node(master_addr: str) -> Node:
-    """Return what the others must know of this node."""
+    """Return the addresses of this node for the other nodes."""
     name = socket.gethostname()
     address = None
     with contextlib.suppress(OSError):
@@ -59,15 +62,46 @@ def this_node(master_addr: str) -> Node:
     return Node(name, _address_of_name(name), address)
 
 
+def wait_for_name(host: str, seconds: float, say: Callable[[], None]) -> bool:
+    """Wait until `host` resolves to an address, and return whether it did within `seconds`. Call `say` if it does not at once."""
+    deadline, has_said = time.monotonic() + seconds, False
+    while True:
+        with contextlib.suppress(socket.gaierror):
+            socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            return True
+        if time.monotonic() >= deadline:
+            return False
+        if not has_said:
+            say()
+            has_said = True
+        time.sleep(_RETRY_S)
+
+
+def numbered(nodes: Mapping[int, Node]) -> list[Node]:
+    """Return the nodes in a list whose index is the node rank. A rank that is missing in `nodes` has a node with no problem."""
+    if not nodes:
+        return []
+    first = next(iter(nodes.values()))
+    absent = Node("", "0.0.0.0", first.address)  # nothing listens there
+    return [nodes.get(rank, absent) for rank in range(max(nodes) + 1)]
+
+
+def names_of(nodes: Mapping[int, str]) -> str:
+    """Return the node ranks with the names of the nodes in one line, such as "nodes: 0 (host-a), 1 (host-b)"."""
+    named = [f"{rank} ({name})" for rank, name in sorted(nodes.items())]
+    more = len(named) - _MOST_NAMED
+    return f"nodes: {', '.join(named[:_MOST_NAMED])}" + (f" and {more} more" if more > 0 else "")
+
+
 def are_one_machine(nodes: Sequence[Node]) -> bool:
-    """Return whether all `nodes` run on one machine, as in a rehearsal."""
+    """Return whether all `nodes` are on one machine, as in a test of a start with several nodes."""
     return len({node.address for node in nodes}) == 1
 
 
 def own_address(nodes: Sequence[Node], rank: int) -> str | None:
     """Return the address at which the other nodes reach the node `rank`, which is this one, or None if it is not known.
 
-    Node 0 may know `master_addr` as a loopback address only. The way to another node then tells its address.
+    On node 0, `master_addr` may resolve to a loopback address. The address of node 0 on the route to another node then counts.
     """
     own = nodes[rank].address
     if own is not None and not is_loopback(own):
@@ -79,16 +113,18 @@ def own_address(nodes: Sequence[Node], rank: int) -> str | None:
     return None
 
 
-def gloo_environ(nodes: Sequence[Node], rank: int) -> dict[str, str]:
-    """Return the variables that make torch's gloo on node `rank`, which is this one, listen where the other nodes reach it.
+def interface_environ(nodes: Sequence[Node], rank: int) -> dict[str, str]:
+    """Return the variables that make gloo and NCCL on node `rank`, which is this one, listen where the other nodes reach it.
 
-    Empty if the host name leads there already, if all nodes are one machine, or if the user has set the interface.
+    Return no variables if gloo listens there anyway, if all nodes are on one machine, or if the user has set gloo's interface.
     """
     if "GLOO_SOCKET_IFNAME" in os.environ or are_one_machine(nodes) or not nodes[rank].is_unreachable_by_name:
         return {}
     address = own_address(nodes, rank)
     interface = None if address is None else interface_of(address)
-    return {"GLOO_SOCKET_IFNAME": interface} if interface not in (None, loopback_interface()) else {}
+    if interface is None or interface == loopback_interface():
+        return {}
+    return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface)}
 
 
 def interface_of(address: str) -> str | None:
@@ -105,8 +141,8 @@ def _addresses() -> Iterator[tuple[str, str]]:
     """Yield (interface, address) for each address of this machine."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         buffer = array.array("B", bytes(_MAX_ENTRIES * _ENTRY.size))
-        order = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
-        (size,) = struct.unpack_from("i", fcntl.ioctl(probe, _SIOCGIFCONF, order))
+        ifconf = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+        (size,) = struct.unpack_from("i", fcntl.ioctl(probe, _SIOCGIFCONF, ifconf))
     for label, packed in _ENTRY.iter_unpack(buffer.tobytes()[:size]):
         yield label.partition(b"\0")[0].decode(), socket.inet_ntoa(packed)
     for line in Path("/proc/net/if_inet6").read_text().splitlines():

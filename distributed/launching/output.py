@@ -1,6 +1,7 @@
 """Read what the workers write.
 
-Their lines go to their rank's log, those of rank 0 also to the console, and their events to the agent and the display.
+The lines of a worker go to the log of its rank, those of rank 0 also to the console. The events of a worker go to the agent and
+the display.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from distributed.loggers.notebook import SentBar
 from distributed.runs.directory import RunDirectory
 
 _CHUNK = 65536
-_FOR_AGENT = {"error", "interrupted", "unshared"}
+_FOR_AGENT = {"error", "interrupted", "unshared", "trains", "saved"}
 Message = dict[str, Any]
 
 
 def display_of(request: LaunchRequest) -> Display:
     """Return the display of a launcher.
 
-    If the caller shows the progress bar, the display sends it what the bar shows.
+    If the caller shows the progress bar, as a notebook does, the display sends the content of the bar to the caller.
     """
     fd = request.bar_fd
     if fd is None:
@@ -39,7 +40,7 @@ def display_of(request: LaunchRequest) -> Display:
 
 
 class RankLog:
-    """Write RUN/logs/rank-N.log: whole lines, each with its rank and time. A full disk costs lines, not the run."""
+    """Write RUN/logs/rank-N.log in whole lines, each with its rank and time. If the disk is full, lines are lost."""
 
     def __init__(self, run: RunDirectory, rank: int) -> None:
         self._rank = rank
@@ -59,14 +60,14 @@ class RankLog:
 
 @dataclasses.dataclass
 class Pipe:
-    """One pipe of one worker, and the line on it that has not ended yet."""
+    """One pipe of one worker, and the beginning of a line that is not complete yet."""
 
     rank: int
     kind: str  # "stdout", "stderr" or "control"
     decoder: codecs.IncrementalDecoder = dataclasses.field(
         default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
     )
-    rest: str = ""  # the line that has not ended yet
+    rest: str = ""  # the beginning of the line that is not complete yet
 
     def lines(self, data: bytes, *, final: bool = False) -> str:
         """Return all complete lines so far as one text without the last newline, or ""."""
@@ -80,7 +81,7 @@ class Pipe:
 class WorkerOutput:
     """Read every pipe of the workers, and the channel of the launcher, in one thread.
 
-    In that thread `on_message` gets what an agent must know, and `on_event` the events that rank 0 shows.
+    In that thread, `on_message` is called with what the agent must know, and `on_event` with the events that rank 0 shows.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class WorkerOutput:
         self._thread.start()
 
     def attach(self, local_rank: int, rank: int, stdout: int, stderr: int, control: int) -> None:
-        """Read these pipes of a new worker. Any thread: epoll lets one add while another waits."""
+        """Start to read these pipes of a new worker. May be called from any thread, because epoll allows that during a wait."""
         if rank not in self._logs:
             self._logs[rank] = RankLog(self._run, rank)
         self._local[local_rank] = [stdout, stderr, control]
@@ -109,7 +110,7 @@ class WorkerOutput:
             self._selector.register(fd, selectors.EVENT_READ, Pipe(rank, kind))
 
     def log(self, rank: int, text: str) -> None:
-        """Write `text` into the log of `rank`, if it ran here."""
+        """Write `text` into the log of `rank`, if that rank ran on this node."""
         if rank in self._logs:
             self._logs[rank].write(text)
 
@@ -119,7 +120,7 @@ class WorkerOutput:
                 if key.fileobj is self._channel:
                     if not self._read_channel():
                         return
-                elif key.fd in self._selector.get_map():  # not closed by an exit in the same round
+                elif key.fd in self._selector.get_map():  # `_drain` may have closed it in this round
                     self._read_pipe(key.fd)
 
     def _read_channel(self) -> bool:
@@ -128,12 +129,12 @@ class WorkerOutput:
             return False
         message: Message = json.loads(data)
         if message["op"] == "exit":
-            self._drain(message["local_rank"])  # what a worker wrote comes before its end
+            self._drain(message["local_rank"])  # handle what the worker wrote before its end
         self._on_message(message)
         return True
 
     def _drain(self, local_rank: int) -> None:
-        """Read what is left of a dead worker. Do not wait for a process of its own that still holds the pipe."""
+        """Read what a dead worker has left in its pipes. Do not wait for a child of the worker that still holds a pipe."""
         for fd in self._local.pop(local_rank, []):
             while fd in self._selector.get_map() and self._read_pipe(fd):
                 pass
@@ -141,7 +142,7 @@ class WorkerOutput:
                 self._end(fd)
 
     def _read_pipe(self, fd: int) -> bool:
-        """Read once from a pipe. Return False if nothing is there, or it has ended."""
+        """Read once from a pipe. Return False if the pipe is empty or has ended."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -169,14 +170,15 @@ class WorkerOutput:
             self._display.print_output(data.decode("utf-8", "replace"), pipe.kind == "stderr")
 
     def _take_event(self, rank: int, line: str) -> None:
+        """Give the event in a line of a control pipe to the agent, or, if rank 0 wrote it, to the display."""
         try:
             event = json.loads(line)
-        except ValueError:  # the worker died in the middle of a line
+        except ValueError:  # incomplete: the worker died while it wrote the line
             return
         if event.get("kind") in _FOR_AGENT:
             if "full_traceback" in event:
                 self.log(rank, event["full_traceback"])
-            self._on_message({"op": "report", **event, "rank": rank})
+            self._on_message({"op": "event", **event, "rank": rank})
         elif rank == 0:
             self._display.handle(event)
             self._on_event(event)

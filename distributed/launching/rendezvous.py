@@ -1,105 +1,100 @@
-"""Rendezvous: how the agents of all nodes find each other, and what an engine opens so that its workers do.
+"""Rendezvous: how the agents of all nodes begin an attempt together, and what an engine opens so that its workers find each other.
 
-Nothing that came over a socket is unpickled.
-
-One node needs no store, and nothing listens. Several nodes use torch's dynamic rendezvous over a store on node 0. Torch keeps the
-state of a rendezvous in that store as a pickle, which anyone who reaches the port could replace. This package keeps the state as
-JSON instead, with a signature if the nodes share a secret.
+Nothing that came over a socket is unpickled. One node needs no server, and nothing listens.
 """
 
 from __future__ import annotations
 
-import datetime
-import hmac
-import json
-import pickle
+import dataclasses
+import functools
+import hashlib
 import pkgutil
 import socket
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousBackend,
-    RendezvousTimeout,
-    _NodeDesc,
-    _RendezvousState,
-)
+from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
+from distributed.config.registry import installed_version
+from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.listening import listen_at
-from distributed.launching.nodes import Node
+from distributed.launching.node_link import NodeLink, NodesEndedError, Round
+from distributed.launching.node_rounds import Say
+from distributed.launching.node_server import NodeServer
+from distributed.launching.nodes import Node, numbered, this_node
 from distributed.launching.request import LaunchRequest
-from distributed.launching.secret import shared_secret, signature
+from distributed.launching.secret import shared_secret
+from distributed.runs.directory import RunDirectory
 
-_KEY = "distributed/rendezvous"
-_NOTHING = "nothing"  # the first value of the key: `get` of a store waits for a key that does not exist
+_GRACE_S = 3.0  # for the other nodes to take the last message before node 0 ends
 
 
 class EngineRendezvous(Protocol):
-    """What an engine needs beside torchrun's variables so that its workers find each other. Created once in the agent of each node."""
+    """Rendezvous of an engine whose workers need more than torchrun's variables to find each other.
+
+    The agent of each node creates one instance.
+    """
 
     def open(self, host: str, *, is_alone: bool) -> Any:
-        """Open a rendezvous for the next attempt and return what the workers must know of it. On node 0 only.
+        """Open a rendezvous for the next attempt and return what the workers need to join it. Called on node 0 only.
 
         Args:
-            host: the host at which the workers look for it.
+            host: the host at which the workers look for the rendezvous.
             is_alone: whether there is no other node.
 
         Returns:
-            A JSON-able value, which reaches the other nodes.
+            A JSON-able value, which is sent to the other nodes.
         """
 
     def check(self, nodes: Sequence[Node]) -> None:
-        """Raise ResourceError if the workers of `nodes` cannot reach each other. Called on every node of several with the same list."""
+        """Raise ResourceError if the workers of `nodes` cannot reach each other.
+
+        With several nodes, called on every node with the same list, and on node 0 before a node joins a run that has begun. Not
+        called on a single node. The index in the list is the node rank.
+        """
 
     def environ(self, environment: WorkerEnvironment, opened: Any) -> dict[str, str]:
         """Return the variables of the worker in `environment`. `opened` is what `open` returned on node 0."""
 
 
 def engine_rendezvous(name: str | None) -> EngineRendezvous | None:
-    """Return an instance of the class that a backend's registry row names as "module:Class"."""
+    """Return an instance of the class that a backend's registry entry names as "module:Class"."""
     return None if name is None else cast(EngineRendezvous, pkgutil.resolve_name(name)())
 
 
-def rendezvous_of(request: LaunchRequest) -> RendezvousHandler:
-    """Return the rendezvous through which this node's agent finds the agents of the other nodes.
-
-    Raises RendezvousConnectionError if node 0 does not answer within `start_timeout`, or within a minute if that is less.
-    """
-    if request.num_nodes == 1:
-        return OneNode()
-    secret = shared_secret()
-    store = _open_store(request)
-    run_id = f"distributed-{request.master_port}"
-    backend = JsonBackend(store, secret)
-    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
-        run_id, store, backend, request.num_nodes, request.num_nodes, local_addr=socket.gethostname(),
-        timeout=RendezvousTimeout(join=datetime.timedelta(seconds=request.start_timeout)),
-    )  # fmt: skip
-    return handler
-
-
-class StoreLostError(RendezvousConnectionError):
-    """The store of node 0 was there and does not answer any more."""
-
-
 class OneNode(RendezvousHandler):
-    """The rendezvous of a single node: complete immediately, with a store in the memory of this process."""
+    """The rendezvous of a single node: every round begins immediately."""
 
-    def __init__(self) -> None:
+    def __init__(self, request: LaunchRequest) -> None:
+        self.request = request
+        # Set by the agent. They return what all nodes must know of the next round, and whether a signal ends the run.
+        self.offer: Callable[[], Any] = lambda: None
+        self.is_stopped: Callable[[], bool] = lambda: False
+        self.round = Round(0, [], [], None)
+        self.is_round_wanted = False  # whether this node wants another round
+        self.failure: Callable[[], Any] = lambda: None  # the newest failure of a worker of this node, for the others
+        self.has_regrouped: Callable[[], bool] = lambda: (
+            False
+        )  # whether the workers of this node ended for the next round
         self._run_id = uuid.uuid4().hex
         self._is_closed = False
 
     def get_backend(self) -> str:
-        return "one-node"
+        return "distributed"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(dist.HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+        self.round, self.is_round_wanted = self._next_round(), False
+        place, nodes = self.round.place_of(self.request.node_rank), max(1, len(self.round.nodes))
+        return RendezvousInfo(dist.HashStore(), place, nodes, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def _next_round(self) -> Round:
+        return Round(self.round.number + 1, [], [], self.offer())
 
     def is_closed(self) -> bool:
         return self._is_closed
@@ -108,7 +103,17 @@ class OneNode(RendezvousHandler):
         self._is_closed = True
 
     def num_nodes_waiting(self) -> int:
+        return int(self.is_round_wanted)
+
+    @property
+    def num_newcomers(self) -> int:
+        """How many nodes wait until the workers have saved, to take part in the next round."""
         return 0
+
+    @property
+    def is_regroup(self) -> bool:
+        """Return whether the workers of this node are about to end for the next round, as those of another node have."""
+        return False
 
     def get_run_id(self) -> str:
         return self._run_id
@@ -117,128 +122,158 @@ class OneNode(RendezvousHandler):
         self.set_closed()
         return True
 
+    @property
+    def ended(self) -> NodesEndedError | None:
+        """Why another node ended the run, or None."""
+        return None
 
-class JsonBackend(RendezvousBackend):
-    """Keep the state of torch's dynamic rendezvous in a store as JSON, with a signature if there is a secret.
+    def fail(self, cause: str, code: int) -> None:
+        """Tell the other nodes that this one has failed for good."""
 
-    Torch (2.13) passes and expects pickles. This class only unpickles what torch pickled in the same process.
+    def leave(self, how: str, *, is_regroup: bool) -> None:
+        """Tell the other nodes that this one leaves the run and that they go on, as `NodeLink.leave` does."""
+
+    def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
+        """Tell the other nodes how the workers of this one ended, and wait for theirs if `waits`, as `NodeLink.finish` does."""
+
+
+class ManyNodes(OneNode):
+    """The rendezvous of several nodes, through the server on node 0.
+
+    Raises NodesEndedError if this node cannot join, ResourceError if node 0 cannot listen.
     """
 
-    def __init__(self, store: Any, secret: bytes | None) -> None:
-        self._store, self._secret = store, secret
-        self._call("compare_set", _KEY, "", _NOTHING)
+    def __init__(self, request: LaunchRequest, say: Say) -> None:
+        super().__init__(request)
+        self._server: NodeServer | None = None
+        secret = (shared_secret() or b"").decode()
+        about = _about(request)
+        own = None
+        if request.node_rank == 0:
+            told = {"run_dir": request.run_dir, "resume": request.resume, "run_id": self._run_id}
+            self._server = NodeServer(
+                _listener(request), secret, about, told, start_timeout=request.start_timeout,
+                node_timeout=request.node_timeout, min_nodes=request.min_nodes, say=say,
+                check=functools.partial(_objection, engine_rendezvous(request.rendezvous)),
+                record=functools.partial(_record, RunDirectory(request.run_dir)),
+            )  # fmt: skip
+            own = self._server.start()
+        where = (request.master_addr, request.master_port or 0)
+        self._link = NodeLink(
+            where,
+            secret,
+            None if request.asks_for_rank else request.node_rank,
+            about,
+            node_timeout=request.node_timeout,
+            say=say,
+            own=own,
+        )
+        welcome = self._link.connect(request.start_timeout)
+        self._run_id = str(welcome["run_id"])
+        if request.node_rank > 0:
+            run_dir = request.run_dir or str(welcome["run_dir"])
+            self.request = dataclasses.replace(
+                request, run_dir=run_dir, resume=bool(welcome["resume"]), node_rank=int(welcome["rank"])
+            )
+
+    def _next_round(self) -> Round:
+        offer = self.offer() if self.request.node_rank == 0 else None
+        found = self._link.join(offer, self.is_stopped, self.failure(), is_regroup=self.has_regrouped())
+        if found is None:
+            raise RendezvousGracefulExitError
+        return found
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._link.is_round_wanted or self.is_round_wanted)
 
     @property
-    def name(self) -> str:
-        return "distributed"
+    def num_newcomers(self) -> int:
+        return self._link.num_newcomers
 
-    def get_state(self) -> tuple[bytes, Any] | None:
-        return self._read(self._call("get", _KEY))
+    @property
+    def ended(self) -> NodesEndedError | None:
+        return self._link.ended
 
-    def set_state(self, state: bytes, token: Any = None) -> tuple[bytes, Any, bool] | None:
-        text = self._signed(state_to_json(pickle.loads(state)))  # torch has just made it in this process
-        expected = token.decode() if token is not None else _NOTHING
-        content = self._call("compare_set", _KEY, expected, text)
-        found = self._read(content)
-        return None if found is None else (*found, content == text.encode())
+    def fail(self, cause: str, code: int) -> None:
+        self._link.fail(cause, code)
 
-    def _read(self, content: bytes) -> tuple[bytes, Any] | None:
-        if content == _NOTHING.encode():
-            return None
-        return pickle.dumps(state_from_json(self._checked(content))), content
+    @property
+    def is_regroup(self) -> bool:
+        return self._link.is_regroup
 
-    def _signed(self, text: str) -> str:
-        if self._secret is None:
-            return text
-        return signature(self._secret, _KEY, text.encode()).decode() + text
+    def leave(self, how: str, *, is_regroup: bool) -> None:
+        self._link.leave(how, is_regroup=is_regroup)
 
-    def _checked(self, content: bytes) -> bytes:
-        if self._secret is None:
-            return content
-        found, text = content[:64], content[64:]
-        if not hmac.compare_digest(found, signature(self._secret, _KEY, text)):
-            raise RendezvousStateError(
-                "the nodes do not have the same DISTRIBUTED_TOKEN, or somebody else wrote to the store"
-            )
-        return text
+    def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
+        self._link.finish(how, code, waits=waits, is_trained=is_trained)
 
-    def _call(self, verb: str, *arguments: str) -> bytes:
-        try:
-            content: bytes = getattr(self._store, verb)(*arguments)
-        except (RuntimeError, ValueError, TimeoutError) as error:
-            raise StoreLostError("the store of node 0 does not answer") from error
-        return content
+    def shutdown(self) -> bool:
+        self._link.close()
+        if self._server is not None:
+            self._server.close(_GRACE_S)
+        return super().shutdown()
 
 
-def state_to_json(state: _RendezvousState) -> str:
-    """Return the state of a rendezvous as JSON. Nodes are [address, process id, local id], times are ISO 8601."""
-    return json.dumps({
-        "round": state.round, "complete": state.complete, "closed": state.closed, "deadline": _text(state.deadline),
-        "participants": [[*_triple(node), rank] for node, rank in state.participants.items()],
-        "wait_list": sorted(_triple(node) for node in state.wait_list),
-        "redundancy_list": sorted(_triple(node) for node in state.redundancy_list),
-        "last_heartbeats": [[*_triple(node), _text(time)] for node, time in state.last_heartbeats.items()],
-    })  # fmt: skip
+def rendezvous_of(request: LaunchRequest, say: Say) -> OneNode:
+    """Return the rendezvous through which the agent of this node begins an attempt together with those of the others.
+
+    `say` shows a line on the console of this node; any thread may call it. Raises NodesEndedError if this node cannot join the others,
+    ResourceError if node 0 cannot listen.
+    """
+    return OneNode(request) if request.num_nodes == 1 else ManyNodes(request, say)
 
 
-def state_from_json(content: bytes) -> _RendezvousState:
-    """Return the state that `state_to_json` wrote. Raises RendezvousStateError if `content` is anything else."""
+def nodes_of(begun: Round) -> list[Node]:
+    """Return the nodes of a round in the order of their ranks. Raises TypeError if one describes itself in another form."""
+    return [Node.of(about) for about in begun.nodes]
+
+
+def _objection(engine: EngineRendezvous | None, nodes: Mapping[int, Mapping[str, Any]]) -> str | None:
+    """Return why the engine cannot connect the workers of `nodes`, which are numbered by their node ranks, or None."""
+    if engine is None:
+        return None
     try:
-        found = json.loads(content)
-        state = _RendezvousState()
-        state.round, state.complete, state.closed = int(found["round"]), bool(found["complete"]), bool(found["closed"])
-        state.deadline = _time(found["deadline"])
-        state.participants = {_node(*node): int(rank) for *node, rank in found["participants"]}
-        state.wait_list = {_node(*node) for node in found["wait_list"]}
-        state.redundancy_list = {_node(*node) for node in found["redundancy_list"]}
-        state.last_heartbeats = {_node(*node): _moment(text) for *node, text in found["last_heartbeats"]}
-    except (ArithmeticError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        raise foreign_content() from None
-    return state
+        engine.check(numbered({rank: Node.of(about) for rank, about in nodes.items()}))
+    except ResourceError as error:
+        return str(error)
+    return None
 
 
-def foreign_content() -> RendezvousStateError:
-    """Return the error for content of the nodes' store that has another form than what the nodes write."""
-    return RendezvousStateError(
-        "the nodes' store contains a value that no node of this run wrote: somebody else wrote to the store"
-    )
+def _identity(request: LaunchRequest) -> str:
+    """Return the name of the script and, if the launcher was given the script, a part of its SHA-256."""
+    path = Path(request.script or "none")
+    is_given = (
+        request.payload is None and path.is_file()
+    )  # with a payload, the file may be a command of another environment
+    return f"{path.name} ({hashlib.sha256(path.read_bytes()).hexdigest()[:8]})" if is_given else path.name
 
 
-def _triple(node: _NodeDesc) -> tuple[str, int, int]:
-    return node.addr, node.pid, node.local_id
+def _about(request: LaunchRequest) -> dict[str, Any]:
+    """Return what this node says of itself. All nodes must agree in `same`."""
+    same: dict[str, Any] = {
+        "num_nodes": request.num_nodes,
+        "min_nodes": request.min_nodes or request.num_nodes,
+        "nproc_per_node": request.nproc_per_node,
+        "script": _identity(request),
+        "torch": str(torch.__version__),
+    }
+    for name in ("distributed-trainer", *request.libraries):
+        same.setdefault(name, installed_version(name) or "missing")
+    return {**this_node(request.master_addr).to_dict(), "same": same}
 
 
-def _node(addr: Any, pid: Any, local_id: Any) -> _NodeDesc:
-    return _NodeDesc(str(addr), int(pid), int(local_id))
+def _record(run: RunDirectory, event: str, written_at: float | None = None, **detail: Any) -> None:
+    """Write what happened on another node into the journal of node 0, unless that node has written it there at `written_at`."""
+    known = () if written_at is None else ((each["event"], each["time"]) for each in run.read_events())
+    if (event, written_at) not in known:
+        run.event(event, **detail)
 
 
-def _text(time: datetime.datetime | None) -> str | None:
-    return None if time is None else time.isoformat()
-
-
-def _time(text: str | None) -> datetime.datetime | None:
-    return None if text is None else _moment(text)
-
-
-def _moment(text: str) -> datetime.datetime:
-    """Return a time with a time zone. Raises ValueError if it has none: torch compares it with times that have one."""
-    time = datetime.datetime.fromisoformat(text)
-    if time.tzinfo is None:
-        raise ValueError("a time without a time zone")
-    return time
-
-
-def _open_store(request: LaunchRequest) -> Any:
-    is_host = request.node_rank == 0
-    port = request.master_port or 0
-    timeout = datetime.timedelta(seconds=min(60, int(request.start_timeout) + 1))
+def _listener(request: LaunchRequest) -> socket.socket:
+    where = f"{request.master_addr}:{request.master_port}"
     try:
-        if is_host:
-            listener = listen_at(request.master_addr, port)
-            return dist.TCPStore(
-                request.master_addr, port, None, True, timeout, wait_for_workers=False,
-                master_listen_fd=listener.detach(),
-            )  # fmt: skip
-        return dist.TCPStore(request.master_addr, port, None, False, timeout)
-    except (RuntimeError, ValueError, TimeoutError, OSError) as error:
-        raise RendezvousConnectionError(str(error).splitlines()[0]) from error
+        return listen_at(request.master_addr, request.master_port or 0)
+    except OSError as error:
+        raise ResourceError(
+            f"node 0 cannot listen at {where} ({error.strerror or error}): name another port with --master-port"
+        ) from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from distributed.launching.request import link
+from distributed.state import OnEvent
 
 
 class Reporter:
@@ -14,9 +15,8 @@ class Reporter:
     def __init__(self, is_main_process: bool, verbose: bool) -> None:
         self._is_main_process, self._verbose = is_main_process, verbose
         self._display: Any = None
-        self.on_event: Callable[[Mapping[str, Any]], None] = lambda event: (
-            None
-        )  # called with each event that is shown in this process
+        # Called with each event that is shown in this process.
+        self.on_event: OnEvent = lambda event: None
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         if not self._is_main_process:

@@ -1,4 +1,7 @@
-"""What a launcher is asked for, what it hands to its workers, and what a worker knows of both. Imports no framework."""
+"""Define what a launcher is asked for (`LaunchRequest`) and what it hands to its workers (`Handover`), and let a worker read both.
+
+Imports no framework.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.merging import Overrides
+from distributed.config.settings import DEFAULT_PORT
 from distributed.errors import ConfigError
 from distributed.launching.environments.torchrun import is_local_rank
 
 if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import ProcessPlan
-    from distributed.config.registry import BackendRow
+    from distributed.config.registry import BackendEntry
 
 HANDOVER_VARIABLE = "DISTRIBUTED_CONFIG"
 # Settings that the launcher or every worker uses: they have an effect on a script without a Trainer too.
 _FOR_ANY_SCRIPT = frozenset({
-    "backend", "address", "num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "device", "node_rank", "master_addr",
-    "master_port", "timeout_s", "start_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
+    "backend", "address", "num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "min_nodes", "min_nproc_per_node",
+    "elastic_interval_s", "device", "node_rank", "master_addr",
+    "master_port", "timeout_s", "start_timeout", "node_timeout", "monitor_interval", "max_restarts", "restart_on_exception", "seed",
     "verbose",
 })  # fmt: skip
 
@@ -70,7 +75,7 @@ class Link:
         self._lock = threading.Lock()
 
     def send(self, event: Mapping[str, Any]) -> None:
-        """Send one event, from any thread. Do nothing in a fork of the worker, or if the launcher has ended."""
+        """Send one event. May be called from any thread. Do nothing in a fork of the worker, or if the launcher has ended."""
         if os.getpid() != self._pid:
             return
         data = (json.dumps(event) + "\n").encode()
@@ -83,48 +88,48 @@ class Link:
 
 
 @dataclasses.dataclass
-class _ThisProcess:
-    """What this process got from a launcher, by `set_this_worker` or by the environment."""
+class _FromLauncher:
+    """Data that this process got from a launcher, either by `set_this_worker` or in an environment variable."""
 
     handover: Handover | None = None
     link: Link | None = None
     request: LaunchRequest | None = None  # the request of our launcher, if it started this process
-    is_known: bool = False  # whether `handover` is final
+    is_known: bool = False  # whether `handover` has been read, or set
     is_taken: bool = False  # whether a Trainer has asked for the handover
     asked: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has asked for
 
 
-_this = _ThisProcess()
+_from_launcher = _FromLauncher()
 
 
 def handover() -> Handover | None:
-    """Return what a Trainer of this worker got from the launcher, or None. The first call removes the variable from the environment."""
-    _this.is_taken = True
+    """Return what the launcher handed to this worker, for its Trainer, or None without a launcher.
+
+    The first call removes the variable DISTRIBUTED_CONFIG from the environment.
+    """
+    _from_launcher.is_taken = True
     return _handover()
 
 
 def overrides_for_script(*names: str) -> Overrides:
-    """Return the settings `names` as far as they were given outside the script, for a script without a Trainer."""
+    """Return those of the settings `names` that were given outside the script, for a script without a Trainer."""
     found = _handover()
-    _this.asked.update(names)
+    _from_launcher.asked.update(names)
     if found is None:
         return Overrides()
-    file, flag = (
-        {name: layer[name] for name in names if name in layer} for layer in (found.overrides.file, found.overrides.flag)
-    )
-    return Overrides(file=file, flag=flag)
+    return found.overrides.only(names)
 
 
 def _handover() -> Handover | None:
-    if not _this.is_known:
+    if not _from_launcher.is_known:
         text = os.environ.pop(HANDOVER_VARIABLE, None)
-        _this.handover = Handover.from_json(text) if text is not None else None
-        _this.is_known = True
-    return _this.handover
+        _from_launcher.handover = Handover.from_json(text) if text is not None else None
+        _from_launcher.is_known = True
+    return _from_launcher.handover
 
 
 def running_script() -> Overrides:
-    """Return the script of this process and its arguments, or neither in a notebook and under `python -m`."""
+    """Return overrides with only the script of this process and its arguments. Both are empty in a notebook and under `python -m`."""
     main = sys.modules["__main__"]
     is_file = hasattr(main, "__file__") and main.__spec__ is None and sys.argv[0].endswith(".py")
     if not is_file:
@@ -137,45 +142,46 @@ def unused_settings() -> list[str]:
     """Return the settings given outside the script that nothing in this worker has asked for."""
     from distributed.config.registry import REGISTRY
 
-    if _this.handover is None or _this.is_taken:
+    if _from_launcher.handover is None or _from_launcher.is_taken:
         return []
-    used = _FOR_ANY_SCRIPT.union(f"{row.group}.{name}" for row in REGISTRY.values() for name in row.for_launcher)
-    names: dict[str, None] = {}  # an ordered set
-    for layer in (_this.handover.overrides.file, _this.handover.overrides.flag):
-        for name, value in layer.items():
-            names.update(
-                dict.fromkeys([f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name])
-            )
-    return [name for name in names if name not in used and name not in _this.asked]
+    used = _FOR_ANY_SCRIPT.union(f"{entry.group}.{name}" for entry in REGISTRY.values() for name in entry.for_launcher)
+    names: list[str] = []
+    for name, value in _from_launcher.handover.overrides.values().items():
+        names += [f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name]
+    return [name for name in names if name not in used and name not in _from_launcher.asked]
 
 
 def has_trainer() -> bool:
     """Return whether a Trainer was created in this process."""
-    return _this.is_taken
+    return _from_launcher.is_taken
 
 
 def link() -> Link | None:
     """Return the pipe to our launcher, or None in a process that it did not start."""
-    return _this.link
+    return _from_launcher.link
 
 
 def launched_by() -> LaunchRequest | None:
     """Return the request of our launcher in a worker that it started, or None in any other process."""
-    return _this.request
+    return _from_launcher.request
 
 
-def set_this_worker(handover: Handover, link_fd: int | None = None, request: LaunchRequest | None = None) -> None:
-    """Make this process a worker. Called once, before the script.
+def set_this_worker(handover: Handover) -> None:
+    """Make this process a worker that got `handover`. Called once, before the script."""
+    os.environ.pop(HANDOVER_VARIABLE, None)
+    _from_launcher.handover, _from_launcher.is_known = handover, True
+
+
+def set_forked_worker(request: LaunchRequest, restart_count: int, link_fd: int) -> None:
+    """Make this process a worker that our launcher has forked for `request`. Called once, before the script.
 
     Args:
-        handover: what the launcher hands to it.
-        link_fd: the descriptor of the pipe to our launcher; None if another launcher started this process.
         request: the request of our launcher.
+        restart_count: the number of this attempt.
+        link_fd: the descriptor of the pipe to our launcher.
     """
-    os.environ.pop(HANDOVER_VARIABLE, None)
-    _this.handover, _this.is_known = handover, True
-    _this.link = Link(link_fd) if link_fd is not None else None
-    _this.request = request
+    set_this_worker(Handover(request.overrides, request.run_dir, request.resume, restart_count))
+    _from_launcher.link, _from_launcher.request = Link(link_fd), request
 
 
 # What to launch
@@ -183,7 +189,7 @@ def set_this_worker(handover: Handover, link_fd: int | None = None, request: Lau
 
 @dataclasses.dataclass(frozen=True)
 class LaunchRequest:
-    """All that a launcher process must know. JSON-able. The workers run either `script` or `payload`."""
+    """Everything that a launcher process needs to know. JSON-able. The workers run `payload` if it is given, else `script`."""
 
     run_dir: str
     overrides: Overrides = dataclasses.field(default_factory=Overrides)
@@ -191,39 +197,59 @@ class LaunchRequest:
     script_args: tuple[str, ...] = ()
     payload: str | None = None  # file with a cloudpickled callable without arguments; may be /proc/self/fd/N
     working_dir: str | None = None
-    sys_path: tuple[str, ...] | None = None  # of the calling process, for a payload
+    sys_path: tuple[str, ...] | None = None  # `sys.path` of the calling process, for a payload
     resume: bool = False
     nproc_per_node: int = 1
     num_nodes: int = 1
+    min_nproc_per_node: int | None = None  # the fewest with which the run goes on; None: all
+    min_nodes: int | None = None
+    elastic_interval_s: float = (
+        300.0  # seconds until lost workers are replaced, and at most until a new node takes part
+    )
     node_rank: int = 0
+    asks_for_rank: bool = False  # whether node 0 numbers this node, which is not node 0
     master_addr: str = "localhost"
     master_port: int | None = None
     device: str = "cpu"
     preload: tuple[str, ...] = ("torch",)
+    libraries: tuple[str, ...] = ()  # whose versions must be the same on all nodes
     rendezvous: str | None = None  # "module:Class" of an EngineRendezvous
-    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of every worker, unless the user has set it
-    # of the launcher before it imports any engine, unless the user has set it; its workers inherit it
+    # Variables of every worker, unless set by the user.
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Variables that the launcher sets before it imports any engine, unless the user has set them. Its workers inherit them.
     launcher_environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    before_script: str = ""  # "module:function" that each worker calls first, see BackendRow
-    warm_up: str = ""  # "module:function" that the launcher calls before it forks a worker, see BackendRow
+    before_script: str = ""  # "module:function" that each worker calls first, see BackendEntry
+    warm_up: str = ""  # "module:function" that the launcher calls before it forks a worker, see BackendEntry
     max_restarts: int = 3
     restart_on_exception: bool = False
     monitor_interval: float = 0.1  # seconds between two checks of the workers
-    start_timeout: float = 600.0  # seconds all nodes may take to join
-    timeout_s: float = 300.0  # seconds workers may take to end after a signal
+    start_timeout: float = 600.0  # seconds that all nodes together may take to join
+    node_timeout: float = 120.0  # seconds in which a lost node, or its replacement, must join again
+    timeout_s: float = 300.0  # seconds that workers may take to end after a signal
     verbose: bool = True
-    again: str = ""  # the command that goes on with this run, shown after a signal ended it
-    live: bool | None = None  # whether to show a progress bar; None: if the output is a terminal
+    again: str = ""  # the command that resumes this run, shown after a signal ended it
+    live: bool | None = None  # whether to show a progress bar; None: only if the output is a terminal
     started_lines: tuple[str, ...] = ()  # shown once, before the workers start
     launcher: str = "distributed.launching.forkserver"  # the module whose `serve` starts and watches the workers
-    launcher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # read by that launcher only
-    epochs_fd: int | None = None  # a descriptor that gets the row of each finished epoch as a JSON line
+    launcher_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # only for the module `launcher`
+    epochs_fd: int | None = None  # a descriptor that gets the metrics of each finished epoch as a JSON line
     bar_fd: int | None = None  # a descriptor that gets what a progress bar shows, for a notebook
+    run_dir_fd: int | None = None  # a descriptor that gets the run directory that the nodes agreed on as a JSON line
 
     @property
     def world_size(self) -> int:
-        """The number of workers on all nodes."""
+        """The number of workers on all nodes, when none is missing."""
         return self.num_nodes * self.nproc_per_node
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether the number of workers may change during the run."""
+        return (self.min_nproc_per_node or self.nproc_per_node) * (self.min_nodes or self.num_nodes) < self.world_size
+
+    @property
+    def may_leave(self) -> bool:
+        """Return whether the other nodes go on after a SIGTERM to this one. Node 0 ends the run."""
+        return self.node_rank > 0 and (self.min_nodes or self.num_nodes) < self.num_nodes
 
     def to_json(self) -> str:
         """Return one JSON object."""
@@ -233,7 +259,7 @@ class LaunchRequest:
     def from_json(cls, text: str) -> LaunchRequest:
         """Return the request that `to_json` wrote."""
         content = json.loads(text)
-        for name in ("script_args", "preload", "started_lines"):
+        for name in ("script_args", "preload", "libraries", "started_lines"):
             content[name] = tuple(content[name])
         if content["sys_path"] is not None:
             content["sys_path"] = tuple(content["sys_path"])
@@ -241,28 +267,32 @@ class LaunchRequest:
 
 
 _FROM_CONFIG = (
-    "node_rank", "max_restarts", "restart_on_exception", "monitor_interval", "start_timeout", "timeout_s", "verbose",
+    "min_nproc_per_node", "min_nodes", "elastic_interval_s", "node_rank", "master_addr", "master_port", "max_restarts",
+    "restart_on_exception", "monitor_interval", "start_timeout", "node_timeout", "timeout_s", "verbose",
 )  # fmt: skip
 
 
 def make_request(
-    merged: MergedConfig, plan: ProcessPlan, row: BackendRow, run_dir: str, *, overrides: Overrides, started_lines: Sequence[str], **more: Any
+    merged: MergedConfig, plan: ProcessPlan, entry: BackendEntry, run_dir: str, *, overrides: Overrides, started_lines: Sequence[str], **more: Any
 ) -> LaunchRequest:  # fmt: skip
     """Return the request for the processes of `plan` under the settings `merged`.
 
     Args:
         merged: the settings; their notices are shown at the start, before `started_lines`.
         plan: the processes to start.
-        row: the backend, as its options make it.
+        entry: the registry entry of the backend, as changed by its options (`entry_in_use`).
         run_dir: the run directory.
-        overrides: what the workers get of the values that were set outside the script.
-        started_lines: what is shown once, before the workers start.
+        overrides: the settings given outside the script that the workers get.
+        started_lines: lines that are shown once, before the workers start.
         more: further fields of the request, such as the script or the payload.
     """
     settings = {name: getattr(merged.config, name) for name in _FROM_CONFIG}
+    if plan.num_nodes > 1 and not entry.places_workers:
+        settings["master_port"] = settings["master_port"] or DEFAULT_PORT
     return LaunchRequest(
         run_dir, dataclasses.replace(overrides, notices=()), nproc_per_node=plan.nproc_per_node, num_nodes=plan.num_nodes,
-        device=plan.device, preload=row.preload, rendezvous=row.rendezvous, before_script=row.before_script, warm_up=row.warm_up,
-        launcher_environ=row.profile_environ if merged.config.profile else {},
+        device=plan.device, preload=entry.preload, libraries=entry.requires, rendezvous=entry.rendezvous,
+        before_script=entry.before_script, warm_up=entry.warm_up,
+        launcher_environ=entry.profile_environ if merged.config.profile else {},
         started_lines=(*merged.notices, *started_lines), **settings, **more,
     )  # fmt: skip

@@ -13,7 +13,8 @@ from distributed.errors import ConfigError, ScriptError, nearest
 def check_script(script: str) -> None:
     """Check that `script` can be run.
 
-    Raises ConfigError if it is no readable file, with the nearest name in its directory, and ScriptError if it does not compile.
+    Raises ConfigError if it is not a readable file (the message has the nearest name in the directory), and ScriptError if it
+    does not compile.
     """
     path = Path(script)
     if path.is_file():
@@ -31,13 +32,13 @@ def check_script(script: str) -> None:
 
 
 def _check_syntax(script: str, source: bytes) -> None:
-    """Raise ScriptError with Python's own message if `source` does not compile. Warnings are left to the workers."""
+    """Raise ScriptError with Python's own message if `source` does not compile. The workers show Python's warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             compile(source, script, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError) as error:  # ValueError: a null byte, in Python 3.11
+        except (SyntaxError, ValueError) as error:  # Python 3.11 raises ValueError for a null byte
             message = "".join(traceback.format_exception_only(error)).rstrip()
             raise ScriptError(f"script {script!r} does not compile:\n{message}") from None
-        except (RecursionError, MemoryError):  # too deep for the compiler here: the workers will report it
+        except (RecursionError, MemoryError):  # nested too deeply for the compiler: the workers will report it
             return

@@ -13,8 +13,8 @@ from typing import Any
 from distributed.errors import ConfigError, ResourceError
 
 VARIABLE = "DISTRIBUTED_TOKEN"
-_this: dict[str, str] = {}  # "attempt": the argument of `bind`
-_SHORTEST = 16  # characters: a shorter secret can be guessed
+_bound: dict[str, str] = {}  # the key "attempt" has the argument of `bind`
+_SHORTEST = 16  # in characters; a shorter secret can be guessed
 
 
 def shared_secret() -> bytes | None:
@@ -57,10 +57,10 @@ def signature(secret: bytes, key: str, value: bytes) -> bytes:
 def bind(attempt: str) -> None:
     """Bind the signatures of `messages` in this process to `attempt`.
 
-    From now on, what others signed in an earlier attempt with the same secret is refused. Every rank must name the
-    same attempt, which nobody could know before.
+    From now on, messages that were signed in an earlier attempt with the same secret are refused. Every rank must pass the
+    same `attempt`, and nobody may be able to know it in advance.
     """
-    _this["attempt"] = attempt
+    _bound["attempt"] = attempt
 
 
 def messages(store: Any, prefix: str) -> Any:
@@ -74,14 +74,14 @@ def messages(store: Any, prefix: str) -> Any:
     return (
         dist.PrefixStore(prefix, store)
         if secret is None
-        else SignedStore(store, secret, f"{prefix}/", _this.get("attempt", ""))
+        else SignedStore(store, secret, f"{prefix}/", _bound.get("attempt", ""))
     )
 
 
 class SignedStore:
     """A view of a torch.distributed store that signs the values it writes and checks the values it reads.
 
-    It has the four methods that this package uses. Torch's own process groups cannot use it.
+    This class has only the four methods of a store that this package uses. Torch's own process groups cannot use it.
     """
 
     def __init__(self, store: Any, secret: bytes, prefix: str, attempt: str = "") -> None:

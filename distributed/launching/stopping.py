@@ -10,7 +10,7 @@ from types import FrameType
 
 from distributed.runs.processes import STOP_SIGNALS, heeded_signals
 
-KILLING = 3  # the Ctrl-C that kills the workers
+KILLING = 3  # the third Ctrl-C kills the workers
 
 
 class Signals:
@@ -22,7 +22,7 @@ class Signals:
             os.set_blocking(fd, False)
         self._old = {number: signal.signal(number, _do_nothing) for number in (*heeded_signals(), signal.SIGCHLD)}
         self._old_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        # The parent may have blocked them until now.
+        # The process that started this one may have blocked the stop signals.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         return self
 
@@ -43,7 +43,7 @@ class Signals:
             return []
 
     def unread(self, numbers: Sequence[int]) -> None:
-        """Let the next call of `read` return these."""
+        """Let the next call of `read` return these signals."""
         os.write(self._write, bytes(numbers))
 
     def restore(self) -> None:
@@ -70,14 +70,16 @@ class Signals:
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Do nothing. The byte on the wake-up descriptor is what counts."""
+    """Do nothing. The signal is read as a byte from the wake-up descriptor."""
 
 
 class Stop:
     """A request to stop.
 
-    It knows the first signal (0 if there was none yet), how often Ctrl-C came, and when the workers are to be killed
-    (monotonic seconds).
+    Attributes:
+        signum: the first signal; 0 if none has come yet.
+        interrupts: how often Ctrl-C was pressed.
+        kill_at: when the workers are to be killed, in monotonic seconds.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -88,11 +90,11 @@ class Stop:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of a run that ends by this stop."""
+        """The exit code of a run that this request stops."""
         return 128 + (signal.SIGINT if self.signum == signal.SIGINT else signal.SIGTERM)
 
     def add(self, number: int) -> bool:
-        """Add one more stop signal. Return True if it is the first one, which the workers are to get."""
+        """Record a stop signal. Return True if it is the first one, which is to be sent to the workers."""
         if number == signal.SIGHUP:  # the terminal was closed, so that nobody can send another signal
             number = signal.SIGTERM
         is_first = not self.signum
@@ -106,7 +108,7 @@ class Stop:
         return is_first
 
     def is_due(self) -> bool:
-        """Return whether the workers are to be killed now. After that they have `timeout_s` again."""
+        """Return whether the workers are to be killed now. If so, the next time is `timeout_s` later."""
         now = time.monotonic()
         if self.kill_at is None or now < self.kill_at:
             return False

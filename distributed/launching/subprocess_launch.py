@@ -1,4 +1,4 @@
-"""Start the launcher as a process of its own, and show its output where the caller's output goes."""
+"""Start the launcher as a separate process, and show its output where the caller's output goes."""
 
 from __future__ import annotations
 
@@ -18,49 +18,58 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, TextIO, cast
 
-from distributed.launching.epochs import Caller, Row
+from distributed.launching.epochs import Caller
 from distributed.launching.request import HANDOVER_VARIABLE, LaunchRequest
 from distributed.loggers.notebook import CellBar, in_notebook
 from distributed.runs.processes import STOP_SIGNALS, die_with_parent, heeded_signals, raise_kept
+from distributed.state import EpochMetrics
 
 
-def start_launcher(request: LaunchRequest, on_epoch: Callable[[Mapping[str, Any]], None] | None = None) -> int:
-    """Run the workers from a launcher process of their own, for a plain script or a notebook. Return its exit code.
+def start_launcher(
+    request: LaunchRequest,
+    on_epoch: Callable[[EpochMetrics], None] | None = None,
+    on_run_dir: Callable[[str], None] | None = None,
+) -> int:
+    """Run the workers from a separate launcher process, for a plain script or a notebook. Return the exit code of the launcher.
 
     Args:
         request: what to launch.
-        on_epoch: called in this thread with the row of each finished epoch. If it raises, the workers end as after
+        on_epoch: called in this thread with the metrics of each finished epoch. If it raises, the workers end as after
             SIGTERM, and the error is raised when they have ended.
+        on_run_dir: called in this thread with the run directory, once the nodes have agreed on it.
 
     Raises:
-        KeyboardInterrupt: after SIGINT, which is passed on to the launcher, when that has ended.
+        KeyboardInterrupt: SIGINT arrived. It is passed on to the launcher, and raised here when the launcher has ended.
     """
-    return run_launcher(request, sys.stdout, sys.stderr, on_epoch)
+    return run_launcher(request, sys.stdout, sys.stderr, on_epoch, on_run_dir)
 
 
 def run_launcher(
-    request: LaunchRequest, out: TextIO, err: TextIO, on_epoch: Callable[[Row], None] | None = None
-) -> int:
+    request: LaunchRequest, out: TextIO, err: TextIO, on_epoch: Callable[[EpochMetrics], None] | None = None,
+    on_run_dir: Callable[[str], None] | None = None,
+) -> int:  # fmt: skip
     """Run a launcher process for `request` with its output in `out` and `err`. Return its exit code.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. `on_epoch` gets the row of each finished epoch; if it
-    raises, the workers end as after SIGTERM. When the launcher has ended, that error is raised, or KeyboardInterrupt
-    if SIGINT was among the signals.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to the launcher. `on_epoch` is called with the metrics of each finished
+    epoch. If it raises, the workers end as after SIGTERM, and the error is raised here when the launcher has ended.
+    `on_run_dir` is called with the run directory, once the nodes have agreed on it.
+    KeyboardInterrupt is raised if one of the signals was SIGINT.
     """
     seen: list[int] = []
     with _held_back() as let_go:
         raise_kept()
-        bar = CellBar() if in_notebook() else None
-        process, epochs, progress = _start(
-            request, _is_own_descriptor(out, 1), _is_own_descriptor(err, 2), on_epoch is not None, bar is not None
-        )
-        caller = Caller(on_epoch, process.terminate)
+        caller = Caller(on_epoch, lambda: process.terminate())
+        takers: dict[str, Callable[[Any], None] | None] = {
+            "epochs_fd": caller if on_epoch is not None else None,
+            "bar_fd": CellBar().take if in_notebook() else None,
+            "run_dir_fd": on_run_dir,
+        }
+        heard = {name: take for name, take in takers.items() if take is not None}
+        process, pipes = _start(request, _is_own_descriptor(out, 1), _is_own_descriptor(err, 2), [*heard])
         with _passed_on(process, seen):
             let_go()
-            takers = {process.stdout: _shown_on(out), process.stderr: _shown_on(err), epochs: _rows_to(caller)}
-            if bar is not None:
-                takers[progress] = _rows_to(bar.take)
-            _relay(takers)
+            outputs = {process.stdout: _shown_on(out), process.stderr: _shown_on(err)}
+            _relay({**outputs, **{pipes[name]: _lines_to(take) for name, take in heard.items()}})
             code = process.wait()
     if caller.error is not None:
         raise caller.error
@@ -70,10 +79,10 @@ def run_launcher(
 
 
 def run_command(arguments: Sequence[str], output: IO[bytes]) -> int:
-    """Run `python ARGUMENTS` with both its streams in `output`. Return the exit code. It dies with this process.
+    """Run `python ARGUMENTS` with both its streams in `output`. Return its exit code. The command dies with this process.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to it. Raises KeyboardInterrupt when it has ended and SIGINT was
-    among them.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to the command. If one of them was SIGINT, KeyboardInterrupt is raised
+    when the command has ended.
     """
     seen: list[int] = []
     parent = os.getpid()
@@ -96,7 +105,7 @@ def run_command(arguments: Sequence[str], output: IO[bytes]) -> int:
 def _held_back() -> Iterator[Callable[[], None]]:
     """Block the stop signals until the yielded function is called.
 
-    A child that is started before that has them blocked too.
+    A child process that is started before this call also has the signals blocked.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -111,7 +120,7 @@ def _held_back() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[None]:
-    """Pass signals that would end this process on to `process`. Main thread only: elsewhere Python delivers none."""
+    """Pass signals that would end this process on to `process`. Works in the main thread only: Python delivers signals there."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,18 +138,17 @@ def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[No
 
 
 def _start(
-    request: LaunchRequest, inherits_out: bool, inherits_err: bool, tells_epochs: bool, tells_progress: bool
-) -> tuple[subprocess.Popen[bytes], IO[bytes] | None, IO[bytes] | None]:
-    """Start a launcher, and return it with the pipes for the rows of epochs and for what a progress bar shows.
+    request: LaunchRequest, inherits_out: bool, inherits_err: bool, names: Sequence[str]
+) -> tuple[subprocess.Popen[bytes], dict[str, IO[bytes]]]:
+    """Start a launcher, and return it with a pipe from it for each of the request's fields `names`.
 
     The launcher reads its request from standard input, so that a killed caller leaves no file behind.
     """
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    read, write = os.pipe() if tells_epochs else (None, None)
-    read_bar, write_bar = os.pipe() if tells_progress else (None, None)
+    pipes = {name: os.pipe() for name in names}
+    writing: dict[str, Any] = {name: write for name, (_, write) in pipes.items()}
     payload = re.fullmatch(r"/proc/self/fd/(\d+)", request.payload or "")
-    passed = tuple(fd for fd in (write, write_bar) if fd is not None)
     environ = {name: value for name, value in os.environ.items() if name != HANDOVER_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("main.py")), "-", str(os.getpid())],
@@ -148,25 +156,21 @@ def _start(
         stdout=None if inherits_out else subprocess.PIPE,
         stderr=None if inherits_err else subprocess.PIPE,
         env=environ,
-        pass_fds=(*passed, *([int(payload[1])] if payload else [])),
+        pass_fds=(*writing.values(), *([int(payload[1])] if payload else [])),
         start_new_session=True,  # the terminal's Ctrl-C reaches only the caller, which passes it on
     )
-    for fd in passed:
+    for fd in writing.values():
         os.close(fd)
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(dataclasses.replace(request, epochs_fd=write, bar_fd=write_bar).to_json().encode())
-    return process, _opened(read), _opened(read_bar)
-
-
-def _opened(fd: int | None) -> IO[bytes] | None:
-    return None if fd is None else os.fdopen(fd, "rb", buffering=0)
+        process.stdin.write(dataclasses.replace(request, **writing).to_json().encode())
+    return process, {name: os.fdopen(read, "rb", buffering=0) for name, (read, _) in pipes.items()}
 
 
 def _is_own_descriptor(stream: TextIO, fd: int) -> bool:
-    """Return whether `stream` is the one that the process was started with.
+    """Return whether `stream` is the stream with descriptor `fd` that this process was started with.
 
-    A notebook's stream is not, whatever its `fileno` says.
+    The stream of a notebook is not, even if its `fileno` returns `fd`.
     """
     if stream is not (sys.__stdout__ if fd == 1 else sys.__stderr__):
         return False
@@ -184,7 +188,7 @@ def _shown_on(stream: TextIO) -> Callable[[str], None]:
     return show
 
 
-def _rows_to(take: Callable[[Any], None]) -> Callable[[str], None]:
+def _lines_to(take: Callable[[Any], None]) -> Callable[[str], None]:
     rest = ""
 
     def read(text: str) -> None:
@@ -197,7 +201,7 @@ def _rows_to(take: Callable[[Any], None]) -> Callable[[str], None]:
 
 
 def _relay(pipes: Mapping[IO[bytes] | None, Callable[[str], None]]) -> None:
-    """Give what comes out of each pipe to its function, until all pipes are closed."""
+    """Call the function of each pipe with the text that comes out of the pipe, until all pipes are closed."""
     decoder = codecs.getincrementaldecoder("utf-8")
     with selectors.DefaultSelector() as selector:
         for pipe, take in pipes.items():

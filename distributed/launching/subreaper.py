@@ -1,7 +1,8 @@
-"""Run a function in a process whose descendants all end with it, and with the process that asked for it.
+"""Run a function in a process whose descendants all end when the process or its caller ends.
 
-Some of Ray's processes (seen in 2.60) outlive a cluster that was killed, because they are descendants in sessions of their own. A subreaper
-between the caller and the function inherits every orphan below it and kills what is left (Linux: PR_SET_CHILD_SUBREAPER).
+Workaround (Ray 2.60, no upstream issue known; may go when all processes of a cluster end with it): some of Ray's
+processes outlive a cluster that was killed, because they are descendants in sessions of their own. A subreaper between
+the caller and the function inherits every orphan below it and kills what is left (Linux: PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -13,30 +14,30 @@ import os
 import select
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from distributed.launching.forking import fork
 from distributed.runs.processes import STOP_SIGNALS
+from distributed.state import OnEvent
 
 _PR_SET_CHILD_SUBREAPER = 36
-Report = Callable[[dict[str, Any]], None]
 
 
 class Subreaper:
-    """Run `work(report)` in a process below a subreaper. Create it in a process with a single thread.
+    """Run `work(on_event)` in a process below a subreaper. Create an instance only in a process with a single thread.
 
     Args:
-        work: the function to run; it gets a function `report` that sends a JSON-able event to this process.
-        log: the file that gets its output and that of its children.
+        work: the function to run. Its argument `on_event` is a function that sends a JSON-able event to this process.
+        log: the file that gets the output of `work` and of its child processes.
         scratch: a directory that is removed when all processes have ended, or None.
     """
 
-    def __init__(self, work: Callable[[Report], None], log: Path, scratch: Path | None) -> None:
+    def __init__(self, work: Callable[[OnEvent], None], log: Path, scratch: Path | None) -> None:
         life, self._life = os.pipe()
-        self.reports, write = os.pipe()
-        ends = (self._life, self.reports)
+        self.events, write = os.pipe()
+        ends = (self._life, self.events)
         self._pid = fork(lambda: _keep(work, log, scratch, life, write, ends), dies_with_parent=False)
         os.close(life)
         os.close(write)
@@ -44,7 +45,7 @@ class Subreaper:
 
     def read(self) -> list[dict[str, Any]] | None:
         """Wait for events and return those since the last call. Return None once `work` has ended."""
-        data = os.read(self.reports, 65536)
+        data = os.read(self.events, 65536)
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [json.loads(line) for line in lines] if data else None
 
@@ -56,7 +57,7 @@ class Subreaper:
 
 
 def _keep(
-    work: Callable[[Report], None], log: Path, scratch: Path | None, life: int, write: int, ends: tuple[int, int]
+    work: Callable[[OnEvent], None], log: Path, scratch: Path | None, life: int, write: int, ends: tuple[int, int]
 ) -> int:
     """Run the subreaper until `work` has ended or the other end of `life` is closed."""
     for fd in ends:
@@ -75,24 +76,24 @@ def _keep(
     return 0
 
 
-def _work(work: Callable[[Report], None], log: Path, life: int, write: int) -> int:
+def _work(work: Callable[[OnEvent], None], log: Path, life: int, write: int) -> int:
     """Call `work` with its output in `log`."""
     os.close(life)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for target in (1, 2):
         os.dup2(fd, target)
-    work(lambda report: _write(write, report))
+    work(lambda event: _write(write, event))
     return 0
 
 
-def _write(fd: int, report: dict[str, Any]) -> None:
+def _write(fd: int, event: Mapping[str, Any]) -> None:
     with contextlib.suppress(BrokenPipeError):
-        os.write(fd, json.dumps(report).encode() + b"\n")
+        os.write(fd, json.dumps(event).encode() + b"\n")
 
 
 def _kill_all_below(subreaper: int) -> None:
-    """Kill children until this process has none: the children of each one that ends become its own."""
+    """Kill the children of this process until none is left: the children of a killed child become children of this process."""
     while True:
         for pid in _children(subreaper):
             with contextlib.suppress(ProcessLookupError):
@@ -108,7 +109,7 @@ def _children(parent: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
             if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
                 found.append(int(entry.name))
     return found

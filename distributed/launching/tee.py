@@ -1,7 +1,7 @@
 """Copy what a worker of a foreign launcher (torchrun, srun, mpirun) prints to its rank's log.
 
-A small process beside the worker copies, so that the copying goes on when the worker dies in the middle of a line, and
-never waits for the worker's interpreter.
+A small separate process does the copying. It goes on when the worker dies in the middle of a line, and never waits for the
+worker's interpreter.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from distributed.runs.directory import RunDirectory
 
 
 def tee_output(run: RunDirectory, rank: int) -> None:
-    """Send the standard output and error of this process through a copying process, once.
+    """Send the standard output and error of this process through a copying process. Call this once per process.
 
-    The console then shows rank 0's output only.
+    The console then shows the standard output of rank 0 only, and the standard error of every rank.
     """
     ends = {name: os.pipe() for name in ("stdout", "stderr")}
     reads = [str(read) for read, _ in ends.values()]
@@ -38,7 +38,7 @@ def tee_output(run: RunDirectory, rank: int) -> None:
 
 
 def main(run_dir: str, rank: int, stdout: int, stderr: int) -> None:
-    """Copy until both pipes are closed."""
+    """Copy from the pipes `stdout` and `stderr` to the log and the console until both pipes are closed."""
     from distributed.launching.output import Pipe, RankLog
 
     log = RankLog(RunDirectory(run_dir), rank)

@@ -1,16 +1,16 @@
-"""The environment variables that a launcher sets, unless the user did: each process' share of the cores, and those of engines."""
+"""Environment variables that a launcher sets unless the user has: the number of threads of a process, and variables of engines."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 
-_MOST_PER_CORE = 4  # processes: a start with more shows a warning
+_MOST_PER_CORE = 4  # a start with more processes per core shows a warning
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def thread_count(local_processes: int) -> int:
-    """Return the number of threads of each process of this machine: its share of the cores, or OMP_NUM_THREADS."""
+    """Return the number of threads for each process of this machine: OMP_NUM_THREADS if set, otherwise its share of the cores."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0:
         return int(threads)
@@ -18,7 +18,7 @@ def thread_count(local_processes: int) -> int:
 
 
 def crowding(local_processes: int) -> str | None:
-    """Return a warning if this machine gets far more processes than it has cores, else None."""
+    """Return a warning if this machine is to run far more processes than it has cores, else None."""
     cores = _cores()
     if local_processes <= _MOST_PER_CORE * cores:
         return None
@@ -40,7 +40,7 @@ def set_missing(environ: Mapping[str, str]) -> None:
 
 
 def set_thread_variables(local_processes: int) -> None:
-    """Share the cores of this machine between its processes, unless the user did."""
+    """Set the number of threads of each process to its share of the cores, unless the user has set it."""
     threads = str(thread_count(local_processes))
     for name in THREAD_VARIABLES:
         os.environ.setdefault(name, threads)

@@ -1,18 +1,20 @@
 """Collect what is known of the workers of one attempt, and decide: still at work, done, to be restarted, or over.
 
-Nothing here knows an engine or a way of starting processes: torch's agent uses it, and so does every other launcher.
+This module depends on no engine and on no way of starting processes. The agent and every other launcher use it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import signal
 import threading
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from distributed.launching.causes import Failure, root_cause, signal_name
+from distributed.launching.elastic import WorkerCount
 from distributed.launching.request import LaunchRequest
 from distributed.launching.sharing import ways_out
 from distributed.launching.stopping import KILLING
@@ -20,14 +22,14 @@ from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
+from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import add_warning, close_results, is_training, resume_lines
 
-# Seconds to wait for a better explanation after the first sign of a failure, by the weight of that failure. A lost connection is
-# a consequence of something that another rank, or the kernel, is about to report.
+# Seconds to wait for a failure that explains more, after the first sign of a failure, by the weight of the first one. A lost
+# connection is a consequence of something that another rank, or the kernel, is about to report.
 _SETTLE_S = {0: 0.1, 1: 0.5, 2: 1.0}
-_ORPHANED_STOP_S = (
-    5.0  # for the other ranks to end after a rank died during a stop, because they cannot save together any more
-)
+# Seconds for the other ranks to end after a rank died during a stop: without the dead rank they cannot save together.
+_ORPHANED_STOP_S = 5.0
 
 
 class Verdict(enum.Enum):
@@ -36,6 +38,7 @@ class Verdict(enum.Enum):
     AT_WORK = "at work"
     DONE = "done"
     RESTART = "restart"
+    REGROUP = "regroup"  # to be started again in another number, which is no restart after a failure
     OVER = "over"  # failed or stopped, and not to be restarted
 
 
@@ -44,47 +47,79 @@ class _Rank:
     """What is known of one worker."""
 
     rank: int
-    report: Failure | None = None
-    interrupted: int = 0  # the signal after which it saved its state
-    is_unshared: bool = False  # whether it ended without sharing its work with another
+    node: str = ""  # see Failure
+    reported: Failure | None = None  # what it reported itself
+    interrupted: int = 0  # the signal after which the worker saved its state; 0 for none
+    is_unshared: bool = False  # whether the worker ended without sharing its work with another one
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended: float = 0.0
 
     def failure(self) -> Failure | None:
-        """Return how it failed, or None."""
+        """Return how the worker failed, or None if it did not fail so far."""
         if self.interrupted:
             return None
-        if self.report is not None:
-            return self.report
+        if self.reported is not None:
+            return self.reported
         if self.status is None or self.status == 0:
             return None
         return self.left()
 
     def left(self) -> Failure:
-        """Return its end as a failure, also an end with code 0 while others still needed it."""
+        """Return the end of the worker as a failure, even if it ended with code 0 while others still needed it."""
         assert self.status is not None
         if self.status < 0:
-            return Failure(self.rank, "signal", self.ended, signum=-self.status)
-        return Failure(self.rank, "exit", self.ended, exit_code=self.status)
+            return Failure(self.rank, "signal", self.ended, signum=-self.status, node=self.node)
+        return Failure(self.rank, "exit", self.ended, exit_code=self.status, node=self.node)
 
 
 class Verdicts:
     """Judge the workers of a run. One thread adds what happens (`add`), another waits for the verdict (`judge`)."""
 
-    def __init__(self, request: LaunchRequest, run: RunDirectory, display: Display) -> None:
-        self._request, self._run, self._display = request, run, display
+    def __init__(
+        self, request: LaunchRequest, run: RunDirectory, display: Display, count: WorkerCount | None = None
+    ) -> None:
+        self._request, self._run, self._display, self._count = request, run, display, count
         self._changed = threading.Condition()
         self._ranks: dict[int, _Rank] = {}
         self.stop_signal = 0
+        self.node: int | None = None  # the number of this node, if the agent started workers on several
+        self.failure: dict[str, Any] | None = None  # the newest event of a failed worker, for the journal of node 0
         self.cause: Failure | None = None
         self.is_done = False
+        self.trains = False  # whether a fit has begun in this attempt, in a run whose number of workers may change
+        self.has_saved = False  # whether this attempt has saved a checkpoint
+        self._is_regrouping = False  # whether the next attempt has another number of workers
+        # When the first worker ended so that another number of them can start.
+        self._regrouping_since: float | None = None
 
-    def begin(self, ranks: Mapping[int, int], attempt: int) -> None:
-        """Begin an attempt. `ranks` maps the key that the launcher gives each worker to its rank."""
+    def begin(
+        self,
+        ranks: Mapping[int, int],
+        attempt: int,
+        nodes: Mapping[int, str] | None = None,
+        *,
+        is_regroup: bool = False,
+    ) -> None:
+        """Begin an attempt.
+
+        Args:
+            ranks: the rank of each worker, by the key that the launcher gives it.
+            attempt: the number of the attempt, from 0.
+            nodes: the name of the machine of each worker, if there are several.
+            is_regroup: whether the attempt has other nodes than the one before, so that it is no restart after a failure.
+        """
         with self._changed:
-            self._ranks = {key: _Rank(rank) for key, rank in ranks.items()}
-        if attempt:
+            is_regroup = is_regroup or self._is_regrouping or 0 < len(self._ranks) != len(ranks)
+            is_written = any(rank.rank == 0 and rank.interrupted for rank in self._ranks.values())
+            self._ranks = {key: _Rank(rank, (nodes or {}).get(key, "")) for key, rank in ranks.items()}
+            self.trains = self.has_saved = self._is_regrouping = False
+            self._regrouping_since = None
+        if not attempt or self._request.node_rank:
+            return
+        if not is_regroup:
             self._run.event("restarted", restart_count=attempt)
+        elif not is_written:  # by the main process, when it saved
+            self._run.event("regrouped", restart_count=attempt)
 
     def wait_for_ends(self) -> None:
         """Wait until no worker of this attempt runs."""
@@ -98,7 +133,7 @@ class Verdicts:
     # messages of the launcher and the workers
 
     def add(self, message: Mapping[str, Any]) -> None:
-        """Add a stop, the end of a worker, or what a worker reports. Any thread."""
+        """Record a stop, the end of a worker, or a worker's report. May be called from any thread."""
         with self._changed:
             if message["op"] == "stop":
                 self._add_stop(message)
@@ -106,13 +141,13 @@ class Verdicts:
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
             else:
-                self._add_report(message)
+                self._add_event(message)
             self._changed.notify_all()
 
     def _add_stop(self, message: Mapping[str, Any]) -> None:
         self.stop_signal, interrupts = message["signum"], message["interrupts"]
         if message["is_first"]:
-            what = "the workers"  # no Trainer of ours is training in them
+            what = "the workers"  # while no Trainer trains in them
             if message["is_starting"]:
                 what = "the start"
             elif is_training(self._run):
@@ -123,25 +158,29 @@ class Verdicts:
         elif interrupts == KILLING:
             self._display.handle({"kind": "warning", "text": "killing the workers; unsaved progress is lost"})
 
-    def _add_report(self, message: Mapping[str, Any]) -> None:
+    def _add_event(self, message: Mapping[str, Any]) -> None:
         for rank in self._ranks.values():
             if rank.rank != message["rank"]:
                 continue
-            if message["kind"] == "interrupted":
+            if message["kind"] in ("trains", "saved"):
+                self.trains, self.has_saved = True, self.has_saved or message["kind"] == "saved"
+            elif message["kind"] == "interrupted":
                 rank.interrupted = message["signum"]
+                if rank.interrupted == REGROUP_SIGNAL:
+                    self.expect_regroup()
             elif message["kind"] == "unshared":
                 rank.is_unshared = True
-            elif rank.report is None:
+            elif rank.reported is None:
                 kind = "error" if message["is_message_enough"] else "exception"
-                rank.report = Failure(
+                rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
-                    message["exit_code"],
+                    message["exit_code"], node=rank.node,
                 )  # fmt: skip
 
     # the verdict
 
     def judge(self, restarts_left: int) -> Verdict:
-        """Return the verdict now. Wait up to `monitor_interval` for news, so that an end is seen immediately."""
+        """Return the verdict now. Wait up to `monitor_interval` for a message, so that an end is noticed immediately."""
         with self._changed:
             if not self._is_news():
                 self._changed.wait(self._request.monitor_interval)
@@ -149,13 +188,15 @@ class Verdicts:
                 return Verdict.AT_WORK
             if all(rank.status is not None and rank.failure() is None for rank in self._ranks.values()):
                 return self._ended()
+            if self._is_regroup_late():
+                return self._regroup_without_the_late()
             self._settle()
             failures = [failure for rank in self._ranks.values() if (failure := rank.failure())]
-            if all(
-                failure.is_consequence for failure in failures
-            ):  # no cause among them: a rank that exited with 0 may be the cause
+            killed = sum(rank.status == -signal.SIGKILL for rank in self._ranks.values())
+            # If the cause is missing among them, it may be a rank that exited with 0.
+            if all(failure.is_consequence for failure in failures):
                 failures += [rank.left() for rank in self._ranks.values() if rank.status == 0]
-        return self._failed(root_cause(failures), restarts_left)
+        return self._failed(root_cause(failures), restarts_left, max(1, killed))
 
     def _is_news(self) -> bool:
         """Return whether the workers have ended or must be ended."""
@@ -163,13 +204,31 @@ class Verdicts:
         if all(rank.status is not None for rank in ranks):
             return True
         failed = [rank for rank in ranks if rank.failure() is not None]
+        if self._is_regroup_late():
+            return True
         if self.stop_signal or any(rank.interrupted for rank in ranks):
             since = min((rank.ended for rank in failed if rank.status is not None), default=None)
             return since is not None and time.time() - since > _ORPHANED_STOP_S
         return bool(failed)
 
+    def _is_regroup_late(self) -> bool:
+        """Return whether workers have not ended within `timeout_s` after the first one that ended for another number of workers."""
+        since = self._regrouping_since
+        return since is not None and not self.stop_signal and time.monotonic() - since > self._request.timeout_s
+
+    def _regroup_without_the_late(self) -> Verdict:
+        late = ", ".join(str(rank.rank) for rank in self._ranks.values() if rank.status is None)
+        if late:
+            text = f"killing rank {late}, which did not end within {self._request.timeout_s:g} s (timeout_s) after the others"
+            self._display.handle({"kind": "warning", "text": text})
+        self._is_regrouping = True
+        return Verdict.REGROUP
+
     def _ended(self) -> Verdict:
         interrupted = next((rank.interrupted for rank in self._ranks.values() if rank.interrupted), 0)
+        if interrupted == REGROUP_SIGNAL and not self.stop_signal:
+            self._is_regrouping = True
+            return Verdict.REGROUP
         if interrupted:
             self.stop_signal = self.stop_signal or interrupted
             return Verdict.OVER
@@ -177,7 +236,7 @@ class Verdicts:
         return Verdict.DONE
 
     def _settle(self) -> None:
-        """Wait shortly for a better explanation than the first one, and for the last output of the failing rank."""
+        """Wait shortly for a failure that explains more than the first one, and for the last output of the failing rank."""
         if self.stop_signal:
             return
         deadline = time.monotonic() + _SETTLE_S[2]
@@ -193,17 +252,30 @@ class Verdicts:
                 return
             self._changed.wait(left)
 
-    def _failed(self, cause: Failure, restarts_left: int) -> Verdict:
+    def _failed(self, cause: Failure, restarts_left: int, lost: int) -> Verdict:
+        """Record the cause of a failed attempt, and return whether to start the workers again.
+
+        `lost` is the number of workers that a run with a changing number goes on without.
+        """
         self.cause = cause
         if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
         if not self.stop_signal:
-            detail = {"traceback": cause.traceback} if cause.kind == "exception" and cause.traceback else {}
-            self._run.event("worker_failed", rank=cause.rank, cause=in_words(cause), **detail)
+            detail: dict[str, Any] = {} if self.node is None else {"node": self.node}
+            detail |= {"traceback": cause.traceback} if cause.kind == "exception" and cause.traceback else {}
+            self.failure = {"time": time.time(), "rank": cause.rank, "cause": in_words(cause), **detail}
+            self._run.event("worker_failed", **self.failure)
+            if cause.kind == "signal" and self._count is not None and (left := self._count.shrink(lost)):
+                text = f"{in_words(cause)}: going on with {left} process{'es' * (left > 1)}"
+                self._display.handle({"kind": "warning", "text": text})
+                self._is_regrouping = True
+                return Verdict.REGROUP
         if not restarts_left:
             return Verdict.OVER
         attempt = self._request.max_restarts - restarts_left + 1
-        text = f"{in_words(cause)}: restarting ({attempt} of {self._request.max_restarts})"
+        text = f"{in_words(cause)}: restarting"
+        if not (cause.is_consequence and self._request.num_nodes > 1):  # this one is not counted if a node was lost
+            text += f" ({attempt} of {self._request.max_restarts})"
         self._display.handle({"kind": "warning", "text": text})
         return Verdict.RESTART
 
@@ -211,15 +283,31 @@ class Verdicts:
         if cause.kind == "signal":
             return True
         if cause.kind == "exception" and cause.is_consequence and self._request.num_nodes > 1:
-            return True  # the cause is on another node, which restarts
+            return True  # the cause is on another node, and that node restarts
         return cause.kind == "exception" and self._request.restart_on_exception
 
-    # the end
+    @property
+    def leaves(self) -> bool:
+        """Return whether only this node ends, after SIGTERM to its launcher. It does not if the workers of all nodes agreed on a stop."""
+        if self.stop_signal != signal.SIGTERM or not self._request.may_leave or self.is_done:
+            return False
+        return all(rank.interrupted in (0, REGROUP_SIGNAL) for rank in self._ranks.values())
+
+    @property
+    def has_regrouped(self) -> bool:
+        """Return whether all workers have saved and ended so that another number of them can start."""
+        return bool(self._ranks) and all(rank.interrupted == REGROUP_SIGNAL for rank in self._ranks.values())
+
+    def expect_regroup(self) -> None:
+        """From now on, give the workers `timeout_s` to save and end so that another number of them can start."""
+        self._regrouping_since = self._regrouping_since or time.monotonic()
+
+    # the end of the run
 
     def finish(self) -> int:
         """End the run and return its exit code.
 
-        On node 0, result files that no worker closed are closed, and the report is written. The cause is the last thing on the screen.
+        On node 0, complete the result files that no worker has completed, and write the report. Show the cause last.
         """
         code, cause = self.exit_code(), self.cause
         if self._request.node_rank == 0:
@@ -238,18 +326,16 @@ class Verdicts:
         return cause.exit_code if cause is not None and cause.kind == "error" else 1
 
     def show_end(self, code: int) -> None:
-        """Show the cause, as the last thing on the screen."""
+        """Show how the run ended. The cause of a failure is the last text on the screen."""
         self._display.close()
         cause = self.cause
         if code == 0:
             self._warn_of_unshared_work()
-        if (
-            code in (130, 143) and self._request.again and (self._run.path / "result.json").exists()
-        ):  # a Trainer has begun to train
+        # A result.json shows that a Trainer has begun to train.
+        if code in (130, 143) and self._request.again and (self._run.path / "result.json").exists():
             self._display.handle({"kind": "notice", "text": resume_lines(self._request.again)})
-        if (
-            code in (0, 130, 143) or cause is None or self._request.payload is not None
-        ):  # the caller of `fit` raises the cause
+        # With a payload, `fit` raises the cause in the calling process.
+        if code in (0, 130, 143) or cause is None or self._request.payload is not None:
             return
         text = f"error: {cause}"
         if cause.kind == "signal":
@@ -273,5 +359,6 @@ class Verdicts:
 def in_words(cause: Failure) -> str:
     """Return the cause in one line."""
     if cause.is_consequence:
-        return f"rank {cause.rank} lost the connection to another rank"
+        where = f" on {cause.node}" if cause.node else ""
+        return f"rank {cause.rank}{where} lost the connection to another rank"
     return f"{cause}: {cause.message}" if cause.kind == "exception" and cause.message else str(cause)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib.machinery
-import importlib.util
 import json
 import os
 import pickle
@@ -16,74 +15,73 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from distributed.config.merging import Overrides
 from distributed.config.registry import hint_of
-from distributed.config.settings import DistributedConfig
 from distributed.errors import DistributedError, TrainingInterrupted
-from distributed.launching import worker_store
 from distributed.launching.causes import full_traceback, short_traceback
-from distributed.launching.engines import has_joined, seed_generators
+from distributed.launching.engines import has_joined, seed_generators, use_store
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.request import Handover, LaunchRequest, has_trainer, link, set_this_worker, unused_settings
+from distributed.launching.request import (
+    Handover,
+    LaunchRequest,
+    has_trainer,
+    link,
+    set_forked_worker,
+    set_this_worker,
+    unused_settings,
+)
 from distributed.launching.sharing import ways_out
 from distributed.launching.variables import set_missing
 from distributed.loggers.registry import environ_of_run
-from distributed.runs.processes import flush_c_streams, keep_interrupts
+from distributed.runs.processes import REGROUP_SIGNAL, flush_c_streams, keep_interrupts
+from distributed.state import OnEvent
 
-Report = Callable[[dict[str, Any]], None]
 
-
-def run_worker(request: LaunchRequest, order: dict[str, Any], fds: list[int]) -> int:
+def run_worker(request: LaunchRequest, command: dict[str, Any], fds: list[int]) -> int:
     """Run a forked worker.
 
-    `order` holds its environment, `fds` its standard output, standard error and control pipe.
+    `command` has the worker's environment, and `fds` are its standard output, standard error and control pipe.
     """
     _take_streams(fds)
     keep_interrupts()
-    os.environ.update(order["environ"])
+    if request.is_elastic:
+        signal.signal(REGROUP_SIGNAL, signal.SIG_IGN)
+    os.environ.update(command["environ"])
     set_missing(request.environ)
     set_missing(environ_of_run(Path(request.run_dir)))
-    worker_store.use(order.get("store"))
-    set_this_worker(
-        Handover(request.overrides, request.run_dir, request.resume, order["restart_count"]), fds[2], request
-    )
+    use_store(command.get("store"))
+    set_forked_worker(request, command["restart_count"], fds[2])
     _seed(request.overrides)
-    rank = int(order["environ"]["RANK"])
+    rank = int(command["environ"]["RANK"])
 
-    def report(event: dict[str, Any]) -> None:
+    def on_event(event: Mapping[str, Any]) -> None:
         channel = link()
         if channel is not None:
             channel.send({**event, "rank": rank})
 
-    with _before_hard_exit(lambda: _report_unshared(report)):
-        code = _run(request, report)
+    with _before_hard_exit(lambda: _report_unshared(on_event)):
+        code = _run(request, on_event)
     if code == 0 and rank == 0:
-        _report_unused(request, report)
+        _report_unused(request, on_event)
     if code == 0:
-        _report_unshared(report)
+        _report_unshared(on_event)
     _finish()
     return code
 
 
-def run_here(handover: Handover, environment: WorkerEnvironment, before_script: str = "") -> int:
-    """Run the script in this process, which another launcher started as a worker. Return its exit code."""
+def run_here(handover: Handover, request: LaunchRequest, environment: WorkerEnvironment) -> int:
+    """Run the script of `request` in this process, which another launcher started as a worker. Return its exit code."""
     os.environ.update({name: value for name, value in environment.to_environ().items() if not os.environ.get(name)})
     set_this_worker(handover)
-    request = LaunchRequest(
-        handover.run_dir or "", overrides=handover.overrides, script=handover.overrides.script,
-        script_args=handover.overrides.script_args, before_script=before_script, **_limits(handover.overrides),
-    )  # fmt: skip
-    if importlib.util.find_spec("torch") is not None:
-        importlib.import_module("torch")  # its generator is seeded below, as in the workers that we start
-        worker_store.use(None)
-    _seed(handover.overrides)
+    use_store(None)  # before the seed, which reaches only generators that are loaded
+    _seed(request.overrides)
 
-    def report(event: dict[str, Any]) -> None:
+    def on_event(event: Mapping[str, Any]) -> None:
         if event["kind"] == "warning":
             sys.stderr.write(f"warning: {event['text']}\n")
         if event["kind"] != "error":
@@ -94,21 +92,21 @@ def run_here(handover: Handover, environment: WorkerEnvironment, before_script: 
         text = f"error: {event['message']}" if event["is_message_enough"] else event["traceback"]
         sys.stderr.write(text + "\n")
 
-    code = _run(request, report, environment)
+    code = _run(request, on_event, environment)
     if code == 0 and environment.rank == 0:
-        _report_unused(request, report)
+        _report_unused(request, on_event)
         if environment.world_size > 1 and not _is_shared():
-            report({"kind": "warning", "text": ways_out(request.script, environment.world_size)})
+            on_event({"kind": "warning", "text": ways_out(request.script, environment.world_size)})
     return code
 
 
 @contextlib.contextmanager
 def _before_hard_exit(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` if the script ends this process by `os._exit(0)`, which leaves no other moment to say anything."""
+    """Call `act` right before the script ends this process by `os._exit(0)`, which runs no other code at the end."""
     leave, worker = os._exit, os.getpid()
 
     def leave_with_word(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == worker:  # not a process that the script has forked
+        if status == 0 and os.getpid() == worker:  # not in a process that the script has forked
             act()
         leave(status)
 
@@ -119,60 +117,54 @@ def _before_hard_exit(act: Callable[[], None]) -> Iterator[None]:
         os._exit = leave
 
 
-def _report_unshared(report: Report) -> None:
+def _report_unshared(on_event: OnEvent) -> None:
     if not _is_shared():
-        report({"kind": "unshared"})
+        on_event({"kind": "unshared"})
 
 
 def _is_shared() -> bool:
-    """Return whether the script did anything by which processes share work."""
+    """Return whether the script made the processes share work, for instance by a Trainer or a process group."""
     return has_trainer() or has_joined()
 
 
-def _report_unused(request: LaunchRequest, report: Report) -> None:
+def _report_unused(request: LaunchRequest, on_event: OnEvent) -> None:
     if names := unused_settings():
         _flush()
-        report({"kind": "warning", "text": f"{request.script} made no Trainer, so {', '.join(names)} had no effect"})
+        on_event({"kind": "warning", "text": f"{request.script} made no Trainer, so {', '.join(names)} had no effect"})
 
 
-def _run(request: LaunchRequest, report: Report, found: WorkerEnvironment | None = None) -> int:
-    """Run what the request names. Report how it failed, and return the exit code."""
+def _run(request: LaunchRequest, on_event: OnEvent, found: WorkerEnvironment | None = None) -> int:
+    """Run the script or the payload of the request. Report a failure, and return the exit code."""
     try:
         if request.working_dir is not None:
             os.chdir(request.working_dir)
-        _before_script(request, found or worker_environment(), report)
+        _before_script(request, found or worker_environment(), on_event)
         if request.payload is not None:
             _run_payload(request)
         else:
             assert request.script is not None
             _run_script(request.script, request.script_args)
     except TrainingInterrupted as end:
-        report({"kind": "interrupted", "signum": end.signum})
+        on_event({"kind": "interrupted", "signum": end.signum})
         return 128 + end.signum
     except SystemExit as end:
         return _exit_code(end)
     except KeyboardInterrupt:
-        report({"kind": "interrupted", "signum": int(signal.SIGINT)})
+        on_event({"kind": "interrupted", "signum": int(signal.SIGINT)})
         return 128 + signal.SIGINT
     except BaseException as error:  # the top frame of a worker: report it to the launcher, whatever it is
-        return _failed(error, report)
+        return _failed(error, on_event)
     return 0
 
 
-def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, report: Report) -> None:
-    """Call the function that the backend runs in a worker before the user's script can touch its engine."""
+def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, on_event: OnEvent) -> None:
+    """Call the backend's function `before_script`, if it has one, before the user's script can use the engine."""
     if request.before_script and found is not None:
-        pkgutil.resolve_name(request.before_script)(request, found, report)
+        pkgutil.resolve_name(request.before_script)(request, found, on_event)
 
 
-def _limits(overrides: Overrides) -> dict[str, Any]:
-    """Return the given values of the settings that `before_script` needs."""
-    names = ("device", "start_timeout", "timeout_s")
-    config = DistributedConfig(**{n: v for n, v in {**overrides.file, **overrides.flag}.items() if n in names})
-    return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-
-
-def _failed(error: BaseException, report: Report) -> int:
+def _failed(error: BaseException, on_event: OnEvent) -> int:
+    """Report `error` with its tracebacks, and return the exit code of the worker."""
     began = time.time()
     _flush()
     is_ours = isinstance(error, DistributedError)
@@ -180,7 +172,7 @@ def _failed(error: BaseException, report: Report) -> int:
     hint = hint_of(_text(error))
     is_shown = hint is None or f"hint: {hint}" in getattr(error, "__notes__", ())
     more = "" if is_shown else f"\nhint: {hint}"
-    report({
+    on_event({
         "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
         "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
@@ -189,7 +181,7 @@ def _failed(error: BaseException, report: Report) -> int:
 
 
 def _text(error: BaseException) -> str:
-    """Return what the error says. A broken `__str__` must not lose the report."""
+    """Return the message of the error. If its `__str__` raises, the failure is still reported."""
     return traceback.TracebackException(type(error), error, None)._str  # type: ignore[attr-defined,no-any-return]
 
 
@@ -205,7 +197,7 @@ def _exit_code(end: SystemExit) -> int:
 def _run_script(script: str, arguments: tuple[str, ...]) -> None:
     """Run the script as `python SCRIPT ARGUMENTS` does.
 
-    The module stays in `sys.modules`, for pickling and for threads that live on.
+    The script's module stays in `sys.modules`, for pickling and for threads that are still running.
     """
     sys.argv[:] = [script, *arguments]
     if not sys.flags.safe_path:
@@ -238,18 +230,19 @@ def _take_streams(fds: list[int]) -> None:
     for fd in (null, *fds[:2]):
         os.close(fd)
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a pipe is not line-buffered by itself, and a person may be watching
+        if hasattr(stream, "reconfigure"):  # Python does not line-buffer a pipe, and a person may be watching
             stream.reconfigure(line_buffering=True)
 
 
 def _seed(overrides: Overrides) -> None:
-    seed_generators(int(overrides.flag.get("seed", overrides.file.get("seed", 0))))
+    seed_generators(int(overrides.value("seed", 0)))
 
 
 def _finish() -> None:
-    """End as an interpreter does: threads, exit functions, buffers.
+    """Do what the interpreter does at its end: wait for threads, call the exit functions, flush the buffers.
 
-    C++ destructors are left out, because those of torch (2.13) can abort.
+    Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter): C++
+    destructors are left out, because those of torch can abort.
     """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
@@ -261,12 +254,12 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):  # closed by the script, or its reader has ended
+        except (OSError, ValueError):  # the script closed the stream, or its reader has ended
             continue
 
 
-def _write_error_file(event: dict[str, Any]) -> None:
-    """Write the error to the file from which torchrun reads it, if the launcher named one."""
+def _write_error_file(event: Mapping[str, Any]) -> None:
+    """Write the error to the file that torchrun reads (TORCHELASTIC_ERROR_FILE), if the launcher named one."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or Path(path).exists():
         return

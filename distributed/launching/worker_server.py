@@ -1,7 +1,7 @@
 """The worker server: a process that has imported the framework, and forks a launcher for each request within milliseconds.
 
-It runs as `python worker_server.py FD MODULES`, by its path and not with -m, so that nothing of the working directory is on the
-path. `forkserver.py` is the launcher that it forks.
+The worker server is started as `python worker_server.py FD MODULES`, by its path and not with -m, so that the working directory
+is not on `sys.path`. The launcher that it forks is `forkserver.py`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distributed.launching.epochs import Row
     from distributed.launching.request import LaunchRequest
+    from distributed.state import EpochMetrics
 
 _MESSAGE_BYTES = 1 << 20
 
 
 class WorkerServer:
-    """A worker server as its caller sees it. One launch at a time; the server and its launcher end with this process."""
+    """The caller's side of a worker server. It runs one launch at a time; the server and its launcher end with this process."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
         self.preload = preload
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with side:  # without a parent-death signal, which would come when the calling thread ends
+        with side:  # no parent-death signal: it would come when the calling thread ends
             self._process = subprocess.Popen(
                 [sys.executable, __file__, str(side.fileno()), ",".join(preload)], pass_fds=(side.fileno(),),
                 stdin=subprocess.DEVNULL, start_new_session=True,
@@ -46,11 +46,11 @@ class WorkerServer:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def launch(self, request: LaunchRequest, output: int, on_epoch: Callable[[Row], None]) -> int:
+    def launch(self, request: LaunchRequest, output: int, on_epoch: Callable[[EpochMetrics], None]) -> int:
         """Run `request` to its end with both streams in the descriptor `output`. Return the exit code.
 
-        `on_epoch` gets the row of each finished epoch in this thread. An exception from it ends the workers as SIGTERM does, and is
-        raised when they have ended.
+        `on_epoch` is called in this thread with the metrics of each finished epoch. If it raises, the workers end as after SIGTERM,
+        and the error is raised here when they have ended.
         """
         from distributed.launching.epochs import Caller
 
@@ -63,8 +63,8 @@ class WorkerServer:
             return 1
         finally:
             os.close(write)
-        with os.fdopen(read, encoding="utf-8") as rows:
-            for line in rows:
+        with os.fdopen(read, encoding="utf-8") as epochs:
+            for line in epochs:
                 caller(json.loads(line))
         code = self._code()
         if caller.error is not None:
@@ -78,12 +78,12 @@ class WorkerServer:
         return int(data) if data else 1
 
     def stop(self) -> None:
-        """Stop the launcher that runs, if any, as SIGTERM does. Any thread."""
+        """Stop the running launcher, if any, as SIGTERM does. May be called from any thread."""
         with self._lock, contextlib.suppress(OSError):
             self._channel.send(b"stop")
 
     def close(self) -> None:
-        """End the server."""
+        """End the server process."""
         self._channel.close()
         self._process.wait()
 
@@ -102,7 +102,7 @@ class _Server:
             data, fds, _, _ = socket.recv_fds(self._channel, _MESSAGE_BYTES, 2)
             if not data:
                 return
-            if data == b"stop":  # the launcher had ended before it came
+            if data == b"stop":  # the launcher had ended before this message came
                 continue
             pid = fork(functools.partial(self._launch, data, fds))
             for fd in fds:
@@ -128,6 +128,7 @@ class _Server:
         return True
 
     def _launch(self, data: bytes, fds: list[int]) -> int:
+        """Run the launcher in a forked child. `fds` are the descriptors for its output and for the rows of epochs."""
         import dataclasses
 
         from distributed.errors import DistributedError
@@ -151,7 +152,7 @@ class _Server:
 
 
 def _main(fd: int, preload: list[str]) -> Any:
-    gc.disable()  # imports leave little garbage, and a collection would unshare pages
+    gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the children share
     for name in preload:
         importlib.import_module(name)
     gc.freeze()
@@ -159,6 +160,6 @@ def _main(fd: int, preload: list[str]) -> Any:
 
 
 if __name__ == "__main__":
-    # sys.path[0] is this directory, whose files would hide others of the same name: replace it by the package's parent.
+    # sys.path[0] is this directory, and its files would hide modules of the same name. Replace it by the package's parent.
     sys.path[0] = str(Path(__file__).resolve().parents[2])
     _main(int(sys.argv[1]), [name for name in sys.argv[2].split(",") if name])

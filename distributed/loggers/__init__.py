@@ -1,15 +1,28 @@
-"""Where the course of a run is shown and written: the display, files, TensorBoard, MLflow. The page drawn of it belongs to `report`."""
+"""Displays and loggers of a run while it lasts: the console, files, TensorBoard, MLflow; the page drawn from the files belongs in `report`."""
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed.loggers.media import Audio, Figure, Image, Table, Text
+
+__all__ = ["Audio", "Figure", "Image", "Table", "Text", "mlflow_run_id"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'distributed.loggers' has no attribute {name!r}")
+    return getattr(importlib.import_module("distributed.loggers.media"), name)
 
 
 def mlflow_run_id(run_dir: str | os.PathLike[str]) -> str | None:
     """Return the id of the MLflow run that the run at `run_dir` is logged to.
 
-    Return None if it is not logged to MLflow, or MLflow has not answered yet.
+    Return None if the run is not logged to MLflow, or if MLflow has not answered yet.
     """
     from distributed.loggers._mlflow.spool import RunRecord
 

@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
 
-_PLAIN = str.maketrans("━─", "#-")  # the bar in ASCII
+_PLAIN = str.maketrans("━─", "#-")  # the characters of the bar in ASCII
 
 
 class Display:
-    """Show events of a run, and rank 0's own output, on `stream` and standard error. Any thread may call it.
+    """Show events of a run, and the output of rank 0's script, on `stream` and standard error. Any thread may call the methods.
 
     Args:
-        stream: where to show them; standard output by default.
-        live: whether to show a progress bar; None for a bar if `stream` is a terminal, or this is a notebook.
+        stream: where to show events and output; standard output by default.
+        live: whether to show a progress bar; None shows one if `stream` is a terminal or this process is a notebook.
         verbose: if false, show only warnings, errors and what the script prints.
         bar: a function that creates another kind of bar.
     """
@@ -46,11 +46,11 @@ class Display:
         self._verbose = verbose
         self._bar: Bar | None = None
         self._fresh_line = True  # whether the current line is empty
-        self._rest = {False: "", True: ""}  # live: the script's line that has not ended, by stream
+        self._rest = {False: "", True: ""}  # is standard error -> the script's incomplete line, with a progress bar
         self._lock = threading.RLock()
 
     def handle(self, event: Mapping[str, Any]) -> None:
-        """Show one event. Ignore an unknown kind, and a terminal that was closed."""
+        """Show one event. Do nothing for an unknown kind of event, or if the terminal was closed."""
         with contextlib.suppress(OSError):
             self._handle(event)
 
@@ -80,7 +80,7 @@ class Display:
                 screen.print("\n".join(line.rpartition("\r")[2] for line in whole.split("\n")))
 
     def close(self) -> None:
-        """Remove the bar and end the last line. May be called again; later events are shown as plain lines."""
+        """Remove the bar and end the last line. May be called again. Later events are shown as plain lines."""
         with self._lock:
             self._remove_bar()
             self._live = False
@@ -96,7 +96,7 @@ class Display:
             "started": self._lines,
             "finished": self._finished,
             "notice": lambda event: self._show_line(str(event["text"])),
-            "epoch": lambda event: self._show_line(epoch_line(event["row"])),
+            "row": lambda event: self._show_line(epoch_line(event["row"])),
             "log": self._log,
             "progress": self._progress,
         }
@@ -129,11 +129,11 @@ class Display:
         self._bar.show(event)
 
     def _screen(self) -> _TerminalBar | None:
-        """Return the bar if what is printed must go around it."""
+        """Return the bar if it is in the terminal, where lines must be printed above it, else None."""
         return self._bar if isinstance(self._bar, _TerminalBar) else None
 
     def _show_line(self, line: str, *, to_stderr: bool = False) -> None:
-        """Show one line of ours, never in the middle of a line of the script."""
+        """Show one line of this package, never in the middle of a line of the script."""
         if self._is_terminal and "\n" not in line:
             line = wrapped(line, shutil.get_terminal_size().columns)
         if (screen := self._screen()) is not None:
@@ -148,13 +148,13 @@ class Display:
         try:
             stream.write(printable(text, stream))
             stream.flush()
-        except OSError:  # the reader has ended; the logs and the run go on
+        except OSError:  # the reader of the output has ended; the run and its logs go on
             return
         self._fresh_line = text.endswith("\n")
 
 
 def printable(text: str, stream: TextIO) -> str:
-    """Return `text` in the characters that `stream` has."""
+    """Return `text` with the characters replaced that `stream` cannot encode."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         text.encode(encoding, getattr(stream, "errors", None) or "strict")
@@ -181,14 +181,14 @@ class Bar(Protocol):
     """A progress bar."""
 
     def show(self, event: Mapping[str, Any]) -> None:
-        """Replace what is shown."""
+        """Show the progress in `event` instead of the earlier one."""
 
     def stop(self) -> None:
         """Remove the bar."""
 
 
 def _cell_bar() -> Callable[[], Bar] | None:
-    """Return what creates a bar in this notebook, or None if this is no notebook."""
+    """Return a function that creates a bar in this notebook, or None if this process is not a notebook."""
     return CellBar if in_notebook() else None
 
 
@@ -222,9 +222,8 @@ class _TerminalBar:
         from rich.text import Text
 
         event = self._event
-        if (
-            elapsed := event.get("elapsed_s")
-        ) is not None:  # a step may take long: refresh the times without a new event
+        # A step may take long, so refresh the times even without a new event.
+        if (elapsed := event.get("elapsed_s")) is not None:
             event = {**event, "elapsed_s": elapsed + monotonic() - self._shown_at}
         line = bar_line(event, self._console.width)
         return Text(printable(line, self._stream), no_wrap=True, overflow="crop")

@@ -1,4 +1,4 @@
-"""Write metrics.jsonl and times.jsonl on the main process: one object per logged event."""
+"""Write metrics.jsonl, times.jsonl and media.jsonl on the main process: one object per logged event."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from distributed.callbacks import Callback
-from distributed.loggers.base import LoggedFit
-from distributed.state import TrainState
+from distributed.loggers.base import LoggedFit, Recorder
+from distributed.state import LoggedMedia, TrainState
 
 logger = logging.getLogger(__name__)
 
 
 def make(fit: LoggedFit) -> list[Callback]:
-    """Return the loggers of both files, on the main process only."""
-    return [MetricsFile(fit.run.metrics), TimesFile(fit.run.times)] if fit.context.is_main_process else []
+    """Return the loggers of the files, on the main process only."""
+    if not fit.context.is_main_process:
+        return []
+    return [MetricsFile(fit.run.metrics), TimesFile(fit.run.times), MediaFiles(fit.run.media)]
 
 
-class JsonLines(Callback):
+class JsonLines(Recorder):
     """Append rows to `path`.
 
-    What a killed attempt wrote after the checkpoint from which training goes on is removed first.
+    When training resumes from a checkpoint, rows that an earlier attempt wrote after this checkpoint are removed first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,26 +51,32 @@ class JsonLines(Callback):
         self.on_train_end(state)
 
     def _forget_after(self, state: TrainState) -> None:
-        """Cut off all rows after the last one that stays, in place, because that works on a full disk too."""
+        """Truncate the file after the last row to keep, in place, because that works on a full disk too."""
         end = kept = 0
         for line in self._path.read_bytes().splitlines(keepends=True):
             end += len(line)
-            if line.endswith(b"\n") and _is_before(line, state):
+            if line.endswith(b"\n") and self._is_before(line, state):
                 kept = end
         if kept < end:
             os.truncate(self._path, kept)
+
+    def _is_before(self, line: bytes, state: TrainState) -> bool:
+        return _is_before(line, state)
 
     def _write(self, row: Mapping[str, Any]) -> None:
         try:
             if self._file is None:
                 self._file = self._path.open("a", encoding="utf-8", buffering=1)
             self._file.write(json.dumps(row) + "\n")
-        except OSError as error:  # a full disk costs rows, not the run
-            if not self._is_losing:
-                logger.warning(
-                    "%s cannot be written (%s): rows are lost until it can be written", self._path, error.strerror
-                )
-            self._is_losing = True
+        except OSError as error:  # with a full disk, rows are lost, but the run goes on
+            self._warn_once(error)
+
+    def _warn_once(self, error: OSError) -> None:
+        if not self._is_losing:
+            logger.warning(
+                "%s cannot be written (%s): rows are lost until it can be written", self._path, error.strerror
+            )
+        self._is_losing = True
 
 
 class MetricsFile(JsonLines):
@@ -77,6 +85,9 @@ class MetricsFile(JsonLines):
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
         row = {"step": state.step, "epoch": state.epoch, "time": time.time(), "split": split}
         self._write(row | {name: value if math.isfinite(value) else None for name, value in metrics.items()})
+
+    def record_values(self, state: TrainState, values: Mapping[str, float]) -> None:
+        self.on_log(state, "logged", values)
 
 
 class TimesFile(JsonLines):
@@ -87,17 +98,42 @@ class TimesFile(JsonLines):
         self._write(row | {name: round(value, 9) for name, value in seconds.items()})
 
 
-def _is_before(line: bytes, state: TrainState) -> bool:
-    """Return whether the row will not be written again.
+class MediaFiles(JsonLines):
+    """RUN/media: images, texts and the like; RUN/media.jsonl: one row for each of them."""
 
-    A row of this step's validation will be, while its epoch is unfinished. A row of this step's training will be,
-    while sums of it wait for their log line.
+    def record_media(self, state: TrainState, media: LoggedMedia) -> None:
+        path = self._path.parent / media.path
+        try:
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(media.content)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)  # a part of it
+            self._warn_once(error)
+            return
+        row = {"step": media.step, "epoch": state.epoch, "time": time.time(), "name": media.name, "kind": media.kind}
+        self._write(row | ({} if media.rank is None else {"rank": media.rank}) | {"path": media.path})
+
+    def _is_before(self, line: bytes, state: TrainState) -> bool:
+        """Return whether the row is not newer than `state`, because all media of a step are recorded before its checkpoint."""
+        try:
+            return bool(json.loads(line)["step"] <= state.step)
+        except (ValueError, KeyError, TypeError):  # an incomplete line
+            return False
+
+
+def _is_before(line: bytes, state: TrainState) -> bool:
+    """Return whether the row was written before `state`, so that it will not be written again.
+
+    Of the rows of this step, that of a validation will be written again if the state has no row of the step, and that of training
+    if the state still has sums for the next log line. Values that hooks have logged belong to either of them.
     """
     try:
         row = json.loads(line)
-        step, epoch, split = row["step"], row["epoch"], row.get("split")
-    except (ValueError, KeyError, TypeError):  # half a line of a killed writer
+        step, split = row["step"], row.get("split")
+    except (ValueError, KeyError, TypeError):  # an incomplete line that a killed writer left
         return False
     if step != state.step:
         return bool(step < state.step)
-    return bool(epoch < state.epoch) if split == "val" else not state.log_sums
+    is_trained = not state.log_sums
+    return {"val": state.has_row, "logged": state.has_row or is_trained}.get(split, is_trained)

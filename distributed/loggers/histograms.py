@@ -1,6 +1,6 @@
 """Histograms of weights and gradients for TensorBoard, once per epoch.
 
-They are computed on every rank, because engines cut tensors over the ranks.
+Every rank takes part in the computation, because some engines split tensors over the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Sums = tuple[Any, float, float]  # counts by bucket, sum, sum of squares
 
 
 class Histograms(Callback):
-    """Give `writer`, on the main process, the distribution of every weight and of the newest update's gradients."""
+    """Write the distribution of every weight and of the newest update's gradients. Only the main process has a `writer`."""
 
     def __init__(self, fit: LoggedFit, writer: TensorBoard | None) -> None:
         self._backend, self._writer = fit.backend, writer
@@ -31,7 +31,7 @@ class Histograms(Callback):
         self._backend.observer.keep_gradients()
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """Compute the histograms. A collective if tensors are cut: all ranks call it."""
+        """Compute the histograms. If tensors are split over the ranks, this is a collective. Every rank must call it."""
         is_cut = self._backend.observer.cuts_weights and self._backend.world.context.world_size > 1
         if self._writer is None and not is_cut:
             return
@@ -47,7 +47,7 @@ class Histograms(Callback):
 
 
 def _finite(values: Any) -> Any:
-    """Return the values without NaN and infinity, which belong into no bucket."""
+    """Return the values without NaN and infinity, which belong to no bucket."""
     import numpy
 
     is_finite = numpy.isfinite(values)
@@ -66,15 +66,18 @@ def _widest(parts: list[dict[str, Range]]) -> dict[str, Range]:
 def _sums(values: Any, limits: Range) -> Sums:
     import numpy
 
-    wide = values.astype(numpy.float64, copy=False)  # the edges of buckets have the type of what is counted
+    wide = values.astype(numpy.float64, copy=False)  # numpy gives the edges of buckets the type of the values
     counts, _ = numpy.histogram(wide, _BUCKETS, _cuttable(limits))
     return counts.tolist(), float(wide.sum()), float(wide @ wide)
 
 
 def _cuttable(limits: Range) -> Range:
-    """Return the limits, widened if too few floating-point numbers lie between them for the edges of all buckets."""
+    """Return the limits between which the buckets lie.
+
+    The limits are widened if they are so close that two edges of buckets would be the same floating-point number.
+    """
     low, high = limits
-    if low == high:  # as numpy does it
+    if low == high:  # as numpy.histogram does
         low, high = low - 0.5, high + 0.5
     missing = 2 * _BUCKETS * max(math.ulp(low), math.ulp(high)) - (high - low)
     return (low - missing / 2, high + missing / 2) if missing > 0 else (low, high)

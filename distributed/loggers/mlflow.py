@@ -1,7 +1,6 @@
 """Log a fit to MLflow: parameters, metrics, times, system metrics, and at the end artifacts and a registered model.
 
-Everything is first written into the run directory (`_mlflow.spool`) and sent from there by a thread
-(`_mlflow.sender`).
+Everything is first written into the run directory (`_mlflow.spool`). A thread sends it from there (`_mlflow.sender`).
 """
 
 from __future__ import annotations
@@ -20,29 +19,32 @@ from typing import Any
 
 from distributed.callbacks import Callback
 from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.manifest import step_name
 from distributed.config.fields import rules
-from distributed.config.settings import GROUPS, OPTIMIZATION, TRAINING, DistributedConfig
-from distributed.errors import ConfigError, DistributedError, ResourceError
+from distributed.config.settings import GROUPS, OPTIMIZATION, TRAINING, VALIDATION, DistributedConfig
+from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
 from distributed.loggers._mlflow import tracking_uri
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
-from distributed.loggers._mlflow.spool import RunRecord, Spool, last_steps, logged_params
+from distributed.loggers._mlflow.spool import RunRecord, logged_params, spool_of
 from distributed.loggers._mlflow.system import SystemSampler
-from distributed.loggers.base import LoggedFit, Logger
+from distributed.loggers.base import LoggedFit, Tracker, ValueTracker
+from distributed.loggers.spool import Spool, last_steps
 from distributed.runs.directory import RunDirectory, script_name
 from distributed.runs.summary import was_interrupted
-from distributed.state import TrainState
+from distributed.state import LoggedMedia, TrainState
 
 logger = logging.getLogger(__name__)
 
-_ANSWER_S = 10.0  # that the start waits for a server to name the run ...
-_OPEN_S = 60.0  # ... and for a database of our own to be made
-INTERRUPTED_S, INTERRUPTED_LIMIT_S = 5.0, 10.0  # for an answer, and altogether, where a run was stopped or failed
-_SYNC_S = 300.0  # for an answer, where somebody waits for nothing else
+_ANSWER_S = 10.0  # seconds that the start of a run waits for a server to return the id of the run
+_OPEN_S = 60.0  # seconds that it waits instead if the store is a local database, which may have to be created
+# Seconds that the end of a run waits for each answer, and for all answers, if it was stopped or failed.
+INTERRUPTED_S, INTERRUPTED_LIMIT_S = 5.0, 10.0
+_SYNC_S = 300.0  # seconds for each answer in `send_rest`, whose caller waits for nothing else
 _RETRIES = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
 
 
-class MlflowLogger(Logger):
+class MlflowLogger(ValueTracker):
     """Log to MLflow from the main process.
 
     Call `open()` before the first step, and `close()` when the fit has written its result.
@@ -51,17 +53,19 @@ class MlflowLogger(Logger):
     def __init__(self, fit: LoggedFit) -> None:
         self._fit = fit
         self._dir = fit.run.path.absolute()
-        self._spool = Spool(self._dir)
-        self._logged: dict[str, int] = {}  # metric -> the last step that was logged, by earlier attempts too
+        self._spool = spool_of(self._dir)
+        self._logged: dict[str, int] = {}  # metric -> the last step that was logged, in this or an earlier attempt
         self._is_losing = False
         self._status = "FAILED"
         self._checkpoint: Path | None = None
 
     def open(self) -> dict[str, str]:
-        """Return the variables by which code of every rank joins the run.
+        """Start to log. Return the environment variables by which the user's code on every rank joins the run.
 
-        They are empty if MLflow has not said which run it is.
+        Return none if MLflow has not returned the id of the run in time.
         """
+        if self._fit.merged.config.mlflow_register_model is not None:
+            self._fit.backend.observer.keep_example()
         entries = self._spool.open()
         self._logged = last_steps(entries)
         record, uri = self._choose()
@@ -78,13 +82,10 @@ class MlflowLogger(Logger):
             return {}
         return {tracking_uri.RUN_ID: self._sender.run_id, tracking_uri.URI: uri}
 
-    # hooks
+    # callbacks
 
-    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
-        prefix = "val_" if split == "val" else ""
-        self._metrics(
-            state.step, {f"{prefix}{name}": value for name, value in metrics.items()} | {"epoch": state.epoch}
-        )
+    def record_media(self, state: TrainState, media: LoggedMedia) -> None:
+        self._put({"kind": "artifact", "path": media.path, "to": "media"})
 
     def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
         ranks = [value for name, value in seconds.items() if name.startswith("rank_")]
@@ -104,7 +105,7 @@ class MlflowLogger(Logger):
     def close(self) -> None:
         """Log how the run ended and send what is left, as long as MLflow answers.
 
-        Called after `result.json` is written.
+        Called after `result.json` was written.
         """
         self._sampler.finish()
         self._log_end()
@@ -117,9 +118,9 @@ class MlflowLogger(Logger):
             text = (
                 f"MLflow does not have all records: send the rest with 'distributed mlflow-sync {self._fit.run.path}'"
             )
-            self._fit.report({"kind": "notice", "text": text})
+            self._fit.on_event({"kind": "notice", "text": text})
 
-    # logging
+    # what is logged
 
     def _choose(self) -> tuple[RunRecord, str]:
         """Return the record of the run directory, and the tracking URI."""
@@ -131,7 +132,7 @@ class MlflowLogger(Logger):
     def _log_start(self, logged: Mapping[str, str], tags: Mapping[str, str]) -> None:
         now = {name: value for name, value in self._params().items() if logged.get(name) != value}
         step = self._fit.state.step
-        if now:  # MLflow changes no parameter: values that a resume changed get a name of their own
+        if now:  # MLflow cannot change a parameter, so values that a resume changed get new names
             self._put({
                 "kind": "params",
                 "values": {f"{name}.from_step_{step}" if name in logged else name: value for name, value in now.items()},
@@ -157,9 +158,9 @@ class MlflowLogger(Logger):
         return {metric_name(name): str(value) for name, value in {**fit.merged.hyperparameters, **values}.items()}
 
     def _resources(self) -> dict[str, Any]:
-        """Return what the run runs on, set or not.
+        """Return the backend, device and number of processes of the run, whether they were set or not.
 
-        A run that the user has open keeps `num_gpus` free for a figure of their own.
+        A run that the user has open gets no `num_gpus`, because the user may log a value of that name.
         """
         plan, world_size = self._fit.plan, self._fit.context.world_size
         num_gpus = world_size * self._fit.backend.devices_per_process if plan.device == "cuda" else 0
@@ -174,10 +175,12 @@ class MlflowLogger(Logger):
     def _comparable(self) -> str:
         """Return a digest of the script and the settings.
 
-        Runs that differ in their processes alone have the same digest.
+        Runs that differ only in their processes have the same digest.
         """
         config = self._fit.merged.config
-        names = [n for n, rule in rules(DistributedConfig).items() if rule.group in (TRAINING, OPTIMIZATION)]
+        names = [
+            n for n, rule in rules(DistributedConfig).items() if rule.group in (TRAINING, VALIDATION, OPTIMIZATION)
+        ]
         values = {name: getattr(config, name) for name in (*names, "data")}
         same = [
             Path(sys.argv[0]).name,
@@ -189,7 +192,7 @@ class MlflowLogger(Logger):
         return hashlib.sha256(json.dumps(same, sort_keys=True, default=repr).encode()).hexdigest()[:16]
 
     def _metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the values that were not logged for this step or a later one, by an attempt that was killed after it."""
+        """Log the values, except those that an earlier attempt has logged for this step or a later one."""
         new = {}
         for name, value in values.items():
             name = metric_name(name)
@@ -199,7 +202,7 @@ class MlflowLogger(Logger):
             self._put({"kind": "metrics", "time": _now(), "step": step, "values": new})
 
     def _system(self, values: Mapping[str, float]) -> None:
-        """Log system metrics, in the sampler's thread. Their steps are just counted."""
+        """Log system metrics. Called in the sampler's thread. Their steps number the measurements, not the updates."""
         last = max((self._logged.get(name, -1) for name in values), default=-1)
         self._metrics(last + 1, values)
 
@@ -228,12 +231,26 @@ class MlflowLogger(Logger):
         if config.mlflow_register_model is not None:
             model = type(self._fit.backend.model)
             name = f"{model.__module__}.{model.__qualname__}"
-            self._put({"kind": "model", "name": config.mlflow_register_model, "checkpoint": path, "model_class": name})
+            entry = {"kind": "model", "name": config.mlflow_register_model, "checkpoint": path, "model_class": name}
+            self._put({**entry, **self._program(checkpoint)})
+
+    def _program(self, checkpoint: Path) -> dict[str, str]:
+        """Write the model as a program that MLflow can run, if the engine can. Return where it is and which module loads it."""
+        path = Path("export", "registered.pt2")
+        try:
+            if checkpoint.name != step_name(self._fit.state.step):
+                raise TrainingError(f"{checkpoint.name} is not of the last update")
+            (self._dir / path).parent.mkdir(exist_ok=True)
+            return {"program": str(path), "loader": self._fit.backend.observer.write_program(self._dir / path)}
+        except DistributedError as error:
+            text = f"the registered model holds weights only, which mlflow.pyfunc does not run: {error}"
+            self._fit.on_event({"kind": "notice", "text": text})
+            return {}
 
     def _put(self, entry: Mapping[str, Any]) -> None:
         try:
             self._spool.append(entry)
-        except OSError as error:  # a full disk costs lines, not the run
+        except OSError as error:  # with a full disk, lines are lost, but the run goes on
             if not self._is_losing:
                 logger.warning(
                     "%s cannot be written (%s): lines are lost until it can be written",
@@ -243,11 +260,11 @@ class MlflowLogger(Logger):
             self._is_losing = True
 
     def _warn(self, text: str) -> None:
-        self._fit.report({"kind": "warning", "text": text})
+        self._fit.on_event({"kind": "warning", "text": text})
 
 
 def make(fit: LoggedFit) -> list[Callback]:
-    """Return the logger of the main process, and on every rank what lets the user's code join the run. All ranks call it."""
+    """Return the loggers of this rank: a `JoinedRun`, and on the main process also an `MlflowLogger`. All ranks must call this."""
     loggers: list[Callback] = []
 
     def open_on_main() -> dict[str, str]:
@@ -260,26 +277,26 @@ def make(fit: LoggedFit) -> list[Callback]:
 
 def end_without_workers(run: RunDirectory, code: int) -> None:
     """Tell MLflow that a run ended with the exit code `code`. Launcher only."""
-    with contextlib.suppress(OSError, DistributedError):  # the run's own error is the one to show
+    with contextlib.suppress(OSError, DistributedError):  # only the error of the run itself is shown
         end_run(run, "KILLED" if code in (130, 143) else "FAILED")
 
 
 def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
-    """Log that a run has ended of which no worker is left to do so. Launcher only.
+    """Log the end of a run that has no worker left to do so. Launcher only.
 
-    Return whether MLflow took everything. What is not sent now is left to `mlflow-sync`.
+    Return whether MLflow took everything. `mlflow-sync` can send the rest later.
     """
     record = RunRecord.read(run.path)
-    entries = [entry for entry, _ in Spool(run.path).read(0)]
+    entries = [entry for entry, _ in spool_of(run.path).read(0)]
     ends = [entry["status"] for entry in entries if entry["kind"] == "status"]
     if record is None or not ends:
         return True
-    spool = Spool(run.path)
+    spool = spool_of(run.path)
     spool.open()
     if ends[-1] == "RUNNING":
         spool.append({"kind": "status", "status": status, "time": _now()})
     is_done = record.sent >= spool.size
-    if is_sent and not is_done:  # the run may have been killed before it could send everything
+    if is_sent and not is_done:  # the run may have been killed before it had sent everything
         sender = _sender(run.path, record, spool, lambda text: None)
         sender.start()
         is_done = sender.finish(INTERRUPTED_S, INTERRUPTED_LIMIT_S)
@@ -288,14 +305,14 @@ def end_run(run: RunDirectory, status: str, is_sent: bool = True) -> bool:
 
 
 def send_rest(run_dir: Path, warn: Callable[[str], None]) -> str:
-    """Send what the run at `run_dir` has not sent yet. Return the tracking URI. `warn` gets what MLflow refuses.
+    """Send what the run at `run_dir` has not sent yet. Return the tracking URI. `warn` is called for what MLflow refuses.
 
     Raises ConfigError if nothing was logged to MLflow, ResourceError if not everything could be sent.
     """
     record = RunRecord.read(run_dir)
     if record is None:
         raise ConfigError(f"{run_dir} holds no mlflow.json: it is not a run that was logged to MLflow")
-    spool = Spool(run_dir)
+    spool = spool_of(run_dir)
     try:
         spool.open()
     except OSError as error:
@@ -320,7 +337,7 @@ def _all_sent(sender: Sender, run_dir: Path) -> str:
 
 
 def _sender(run_dir: Path, record: RunRecord, spool: Spool, warn: Callable[[str], None]) -> Sender:
-    """Return a sender that sends after the training."""
+    """Return a sender for use after training."""
     os.environ.setdefault(_RETRIES, "1")
     uri = tracking_uri.users_uri() or record.tracking_uri or tracking_uri.default_uri(run_dir)
     tracking_uri.check_uri(uri)
@@ -331,8 +348,8 @@ def _sender(run_dir: Path, record: RunRecord, spool: Spool, warn: Callable[[str]
 def recorded_environ(run_dir: Path) -> dict[str, str]:
     """Return the variables by which the workers of a further attempt continue the user's own run.
 
-    `mlflow.start_run()` in the script then joins the run that it had open in the first attempt. A run that we created
-    is not the script's.
+    `mlflow.start_run()` in the script then joins the run that the script had open in the first attempt. Return none if the run
+    was created by this package and not by the script.
     """
     record = RunRecord.read(run_dir)
     if record is None or record.wanted is None:
@@ -342,15 +359,17 @@ def recorded_environ(run_dir: Path) -> dict[str, str]:
     return {tracking_uri.RUN_ID: record.wanted, tracking_uri.URI: uri}
 
 
-class JoinedRun(Logger):
-    """Set MLFLOW_RUN_ID and MLFLOW_TRACKING_URI of a rank, for its own code.
+class JoinedRun(Tracker):
+    """Set MLFLOW_RUN_ID and MLFLOW_TRACKING_URI in the process of a rank, for the user's code.
 
-    A worker keeps them, another process only as long as the fit lasts: its next `mlflow.start_run()` is to create a
-    run of its own.
+    A worker keeps the variables. Any other process keeps them only until the end of the fit, because its next
+    `mlflow.start_run()` is to create a new run.
     """
 
     def __init__(self, values: Mapping[str, str], *, is_worker: bool) -> None:
-        if tracking_uri.has_open_run():  # `start_run(nested=True)` would take our run for the nested one
+        # Workaround (MLflow 3.17.2, mlflow/mlflow#15713; may go when a nested run ignores MLFLOW_RUN_ID): if the user has a
+        # run open, `start_run(nested=True)` would return the trainer's run and not a new one.
+        if tracking_uri.has_open_run():
             values = {}
         tracking_uri.given_out.update(value for name, value in values.items() if name == tracking_uri.RUN_ID)
         self._before = {name: os.environ.get(name) for name in values}
@@ -372,9 +391,9 @@ def _now() -> int:
 
 
 def patience(run_dir: Path, uri: str) -> float:
-    """Return the seconds that the start of a run waits for its id.
+    """Return the seconds that the start of a run waits for its id from MLflow.
 
-    It does not wait if the server has not told the id of the sweep either.
+    Return 0 for a trial if the server has not returned the id of the search's run either.
     """
     sweep = RunRecord.of_sweep(run_dir)
     if not tracking_uri.is_remote(uri):
@@ -383,9 +402,9 @@ def patience(run_dir: Path, uri: str) -> float:
 
 
 def retry_once() -> str | None:
-    """Lower the number of retries, unless the user set it. Return what `retry_as_before` takes.
+    """Set the number of retries to 1, unless the user has set it. Return the argument for `retry_as_before`.
 
-    Seven retries, MLflow's default, block a call for four minutes when the server is gone.
+    MLflow's default of seven retries (3.17) blocks a call for four minutes if the server does not answer.
     """
     before = os.environ.get(_RETRIES)
     os.environ.setdefault(_RETRIES, "1")
@@ -399,7 +418,7 @@ def retry_as_before(before: str | None) -> None:
 
 
 def import_quietly() -> None:
-    """Import MLflow without its usage reports, which it sends to its makers unless told otherwise before the import."""
+    """Import MLflow without its telemetry, which MLflow (3.17) sends unless it is disabled before the import."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         importlib.import_module("mlflow")

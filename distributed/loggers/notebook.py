@@ -12,7 +12,7 @@ from typing import Any
 
 from distributed.loggers.wording import bar_line, progress_parts
 
-_WIDTH = 100  # columns of the text for front ends without HTML
+_WIDTH = 100  # columns of the text that front ends without HTML show
 _GAP = " &nbsp; "
 
 
@@ -24,13 +24,13 @@ def in_notebook() -> bool:
 
 
 class CellOutput:
-    """An output of its own in a cell, which can be replaced. Used in the thread that runs the cell."""
+    """A separate output of a notebook's cell that can be replaced. Use it only in the thread that runs the cell."""
 
     def __init__(self) -> None:
         self._handle: Any = None
 
     def put(self, forms: dict[str, str]) -> None:
-        """Show `forms`, by MIME type, in the place of what was there."""
+        """Replace what the output shows by `forms`, a text for each MIME type."""
         from IPython.display import display
 
         if self._handle is None:
@@ -39,7 +39,7 @@ class CellOutput:
             self._handle.update(forms, raw=True)
 
     def stop(self) -> None:
-        """Show nothing. What is put next becomes another output."""
+        """Empty the output. The next `put` creates a new output."""
         if self._handle is not None:
             self.put({"text/plain": "", "text/html": ""})
         self._handle = None
@@ -52,7 +52,7 @@ class CellBar(CellOutput):
         self.put({"text/plain": bar_line(event, _WIDTH), "text/html": bar_html(event)})
 
     def take(self, message: Mapping[str, Any] | None) -> None:
-        """Show what a `SentBar` wrote."""
+        """Show a message that a `SentBar` has sent. None removes the bar."""
         if message is None:
             self.stop()
         else:
@@ -60,7 +60,7 @@ class CellBar(CellOutput):
 
 
 class SentBar:
-    """The bar of a launcher whose caller shows it: write a JSON line to `fd` for each event, and null at the end."""
+    """The bar of a launcher whose caller shows the bar: it writes a JSON line to `fd` for each event, and null at the end."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -77,7 +77,7 @@ class SentBar:
 
 
 def bar_html(event: Mapping[str, Any]) -> str:
-    """Return the browser's own progress bar, and beside it what the event knows."""
+    """Return the HTML of the browser's own progress bar and the text of `event` beside it."""
     step, total = event.get("step"), event.get("total_steps")
     bar = f'<progress value="{step}" max="{total}"></progress>{_GAP}' if step is not None and total else ""
     return f"<div>{bar}{_GAP.join(html.escape(part) for part in progress_parts(event))}</div>"

@@ -24,28 +24,29 @@ class Profile:
     """What the recorded updates of one rank show."""
 
     seconds: float  # from the first to the last update
-    # name -> (seconds in it without the operators that it calls, number of calls)
+    # operator -> (seconds without those in the operators that it calls, number of calls)
     operators: Mapping[str, tuple[float, int]]
-    communication_s: float | None  # while a collective ran; None if the engine's trace does not show them
-    device: str  # "CPU" or "GPU": the device whose time the operators' seconds are
-    lost: str = ""  # why the trace could not be written
+    # Seconds in which a collective ran. None if the engine's trace does not show collectives.
+    communication_s: float | None
+    device: str  # "CPU" or "GPU": the device on which the seconds of `operators` were measured
+    lost: str = ""  # why the trace could not be written; "" if it was
 
 
 class Profiler(Protocol):
     """The profiler of one engine, which `Backend.profiler` creates."""
 
     def start(self) -> None:
-        """Begin to warm up. Called before an update."""
+        """Begin the warm-up. Called before an update."""
 
     def step(self) -> None:
-        """Take note of the end of an update."""
+        """Record that an update has ended."""
 
     def stop(self) -> Profile | None:
         """Write the trace and release everything. Return None if nothing was recorded."""
 
 
 def make(fit: LoggedFit) -> list[Callback]:
-    """Return the profiler, on all ranks: each writes a trace of its own."""
+    """Return the profiling callback, on every rank, because each rank writes a trace."""
     return [Profiling(fit)]
 
 
@@ -55,7 +56,7 @@ def is_on(merged: MergedConfig) -> bool:
 
 
 def check(merged: MergedConfig) -> None:
-    """Raise ConfigError for a schedule without a profile."""
+    """Raise ConfigError if a schedule is set without `profile`."""
     given = [name for name in _SCHEDULE if merged.is_given(name) and not merged.is_overruled(name, "profile")]
     if given and not merged.config.profile:
         value = getattr(merged.config, given[0])
@@ -63,7 +64,7 @@ def check(merged: MergedConfig) -> None:
 
 
 class Profiling(Callback):
-    """Record the updates that the settings name, once in a fit."""
+    """Profile the updates that the settings select, once in a fit."""
 
     def __init__(self, fit: LoggedFit) -> None:
         config = fit.merged.config
@@ -73,7 +74,7 @@ class Profiling(Callback):
         self._profiler: Profiler | None = fit.backend.observer.profiler(
             self._directory, config.profile_warmup, config.profile_active
         )
-        self._done = 0  # updates of this fit
+        self._done = 0  # number of updates in this fit
         self._is_started = False
 
     def on_train_start(self, state: TrainState) -> None:
@@ -106,6 +107,7 @@ class Profiling(Callback):
             self._is_started = True
 
     def _finish(self, step: int) -> None:
+        """Stop the profiler, and show on the main process what it recorded."""
         profiler, self._profiler = self._profiler, None
         found = profiler.stop() if profiler is not None and self._is_started else None
         recorded = min(self._done - self._wait, self._length) - (self._length - self._fit.merged.config.profile_active)
@@ -117,13 +119,13 @@ class Profiling(Callback):
                 f" {self._wait + self._length - self._fit.merged.config.profile_active} come before the recording:"
                 " lower profile_wait or profile_warmup"
             )
-            self._fit.report({"kind": "warning", "text": text})
+            self._fit.on_event({"kind": "warning", "text": text})
             return
         if found.lost:
             text = f"the trace cannot be written to {self._directory} ({found.lost})"
-            self._fit.report({"kind": "warning", "text": text})
+            self._fit.on_event({"kind": "warning", "text": text})
         for line in lines(found, recorded, step, self._directory):
-            self._fit.report({"kind": "notice", "text": line})
+            self._fit.on_event({"kind": "notice", "text": line})
 
 
 def lines(profile: Profile, updates: int, step: int, directory: Path) -> list[str]:
@@ -144,7 +146,7 @@ def lines(profile: Profile, updates: int, step: int, directory: Path) -> list[st
 
 
 def costliest(operators: Mapping[str, tuple[float, int]]) -> Sequence[tuple[str, tuple[float, int]]]:
-    """Return the first few operators by their seconds."""
+    """Return the few operators that took the most seconds, longest first."""
     return sorted(operators.items(), key=lambda item: -item[1][0])[:_COSTLIEST]
 
 

@@ -1,6 +1,6 @@
 """Measure the GPUs of this node with NVIDIA's management library.
 
-Measure nothing without GPUs, or without its package.
+Nothing is measured without GPUs, or if the package `nvidia-ml-py` is missing.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 from distributed.config.libraries import is_installed
 from distributed.state import WorkerContext
 
-_BETWEEN_S = 1.0  # seconds between two readings: some drivers take milliseconds
+_BETWEEN_S = 1.0  # seconds between two readings: with some drivers, one takes milliseconds
 _GIB = 2**30
 
 
 class Gpus:
-    """The GPUs that the workers of this node train on, one for each."""
+    """The GPUs on which the workers of this node train, one GPU per worker."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._number = context.local_world_size if context.device.startswith("cuda") else 0
@@ -45,7 +45,7 @@ class Gpus:
         self._handles = None
 
     def _opened(self) -> list[Any]:
-        """Return handles by local rank, or none if the library or its package is missing."""
+        """Return the GPUs' handles by local rank, or [] if NVIDIA's library or its Python package is missing."""
         if not is_installed("pynvml"):
             return []
         import pynvml
@@ -55,14 +55,14 @@ class Gpus:
         except pynvml.NVMLError:
             return []
         found = [_handle(name) for name in visible_names(self._number)]
-        if None in found:  # the driver does not know a name, so that figures could not be assigned to ranks
+        if None in found:  # without the driver knowing every name, figures cannot be assigned to ranks
             pynvml.nvmlShutdown()
             return []
         return found
 
 
 def visible_names(number: int) -> list[str]:
-    """Return what `cuda:0`, `cuda:1`, ... are to the driver: numbers, or names such as `GPU-<uuid>`."""
+    """Return the driver's names of `cuda:0`, `cuda:1`, ...: numbers, or names such as `GPU-<uuid>`."""
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in mask.split(",")] if mask is not None else [str(i) for i in range(number)]
     return names[:number]
@@ -79,7 +79,7 @@ def _handle(name: str) -> Any:
 
 
 def _figures(rank: int, handle: Any) -> dict[str, float]:
-    """Return what this device measures. Parts of a GPU (MIG) have memory and no utilization."""
+    """Return the figures of a device. A part of a GPU (MIG) reports its memory, but no utilization."""
     import pynvml
 
     figures: dict[str, float] = {}

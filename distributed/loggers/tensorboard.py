@@ -1,11 +1,15 @@
 """Write scalars, hyperparameters, the model's graph and histograms for TensorBoard, from the main process.
 
-This needs the package `tensorboard`, which is loaded when training begins, and never TensorFlow, whatever the engine.
+This needs the package `tensorboard`, which is loaded when training begins. TensorFlow is not needed, with any engine.
 """
 
 from __future__ import annotations
 
+import csv
+import io
+import struct
 import time
+import wave
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,17 +18,19 @@ from distributed.callbacks import Callback
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.config.merging import MergedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers.base import LoggedFit, hyperparameters
+from distributed.loggers.base import LoggedFit, Recorder, hyperparameters
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.system import Gpus
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import was_interrupted
-from distributed.state import TrainState
+from distributed.state import LoggedMedia, TrainState
 
 INSTALL = "pip install 'distributed-trainer[tensorboard]'"
 _HPARAMS = "_hparams_/"
-_OF_AN_EPOCH = ("val/", "weights/", "gradients/")  # tags of what is written when an epoch ends
-_SUCCESS, _FAILURE = 1, 2  # of hparams' api.proto
+_MEDIA = "media/"
+_LOGGED = "logged/"  # prefix of values that hooks have logged
+_OF_AN_EPOCH = ("weights/", "gradients/")  # prefixes of the tags that are written at the end of an epoch
+_SUCCESS, _FAILURE = 1, 2  # values of Status in api.proto of TensorBoard's plugin hparams
 
 
 def make(fit: LoggedFit) -> list[Callback]:
@@ -39,8 +45,10 @@ def make(fit: LoggedFit) -> list[Callback]:
 
 
 def is_on(merged: MergedConfig) -> bool:
-    """Return whether event files are to be written: a `tensorboard_dir` alone asks for them too."""
+    """Return whether event files are to be written: with `tensorboard=True`, or with only a `tensorboard_dir`."""
     config = merged.config
+    if "tensorboard" in config.logger_names:
+        return True
     return config.tensorboard or (config.tensorboard_dir is not None and not merged.is_given("tensorboard"))
 
 
@@ -64,23 +72,23 @@ def check_directory(merged: MergedConfig) -> None:
         RunDirectory(merged.config.tensorboard_dir, "tensorboard_dir", "--tensorboard-dir").prove()
 
 
-class TensorBoard(Callback):
-    """Write what it hears of to event files.
+class TensorBoard(Recorder):
+    """Write the metrics, times and graph of a fit to event files.
 
-    An error of the disk costs figures and shows one warning; it never ends the run.
+    If the disk fails, figures are lost and one warning is shown, but the run goes on.
     """
 
     def __init__(self, fit: LoggedFit) -> None:
         self._fit = fit
         self._file: EventFile | None = None
-        self._directory: Path | None = None  # once training has begun
+        self._directory: Path | None = None  # None until training has begun
         self._is_losing = False
         self._has_graph = False
         self._gpus = Gpus(fit.context)
         self._first_step = 0
         self._is_resumed = False
 
-    # hooks
+    # callbacks
 
     def on_train_start(self, state: TrainState) -> None:
         self._directory, self._first_step = self._choose(), state.step + 1
@@ -95,15 +103,21 @@ class TensorBoard(Callback):
             self.write(_session(_HPARAMS + "session_start_info", session_start_info=_start_info(self._fit)), 0)
 
     def _is_kept(self, event: Any, state: TrainState) -> bool:
-        """Return whether an event of an earlier attempt stays."""
+        """Return whether to keep an event of an earlier attempt."""
         self._has_graph = self._has_graph or event.HasField("graph_def")
         return _is_before(event, state)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
-        if not self._has_graph:  # before the figures: a resume keeps it, and everything before it
+        if not self._has_graph:  # write it before the figures: a resume keeps the graph and everything before it
             self._has_graph = True
             self._write_graph()
         self.write_scalars({f"{split}/{name}": value for name, value in metrics.items()}, state.step)
+
+    def record_values(self, state: TrainState, values: Mapping[str, float]) -> None:
+        self.write_scalars({f"{_LOGGED}{name}": value for name, value in values.items()}, state.step)
+
+    def record_media(self, state: TrainState, media: LoggedMedia) -> None:
+        self.write([_shown(media)], media.step)
 
     def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
         split = {f"time/{name.removesuffix('_s')}": s for name, s in seconds.items() if not name.startswith("rank_")}
@@ -141,7 +155,7 @@ class TensorBoard(Callback):
             self._lose(error)
 
     def _opened(self) -> EventFile:
-        """Return a file that tells a TensorBoard that has read earlier events from which step on these do not count."""
+        """Return a new event file. In a resumed run, its first event tells TensorBoard from which step on to drop earlier events."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
         assert self._directory is not None
@@ -154,7 +168,7 @@ class TensorBoard(Callback):
     def _lose(self, error: OSError) -> None:
         if not self._is_losing:
             text = f"{self._directory} cannot be written ({error.strerror}): figures for TensorBoard are lost until it can be written"
-            self._fit.report({"kind": "warning", "text": text})
+            self._fit.on_event({"kind": "warning", "text": text})
         self._is_losing = True
 
     def _write_graph(self) -> None:
@@ -162,17 +176,17 @@ class TensorBoard(Callback):
 
         try:
             graph = self._fit.backend.observer.graph()
-        except Exception as error:  # it runs the user's model under a tracer, which raises errors of any kind
+        except Exception as error:  # the user's model runs under a tracer, and may raise errors of any kind
             reason = next(iter(str(error).splitlines()), "")
             text = (
                 f"TensorBoard shows no graph of the model, which could not be traced ({type(error).__name__}: {reason})"
             )
-            self._fit.report({"kind": "notice", "text": text})
+            self._fit.on_event({"kind": "notice", "text": text})
             return
         self._append(Event(wall_time=time.time(), graph_def=graph))
 
     def _end(self, state: TrainState, status: int | None) -> None:
-        """End the session. `status` is None for a run that a signal ended, because it is to go on."""
+        """End the session. `status` is None for a run that a signal ended, because the run can be resumed."""
         from tensorboard.plugins.hparams.plugin_data_pb2 import SessionEndInfo
 
         if self._directory is None:  # training never began
@@ -186,19 +200,19 @@ class TensorBoard(Callback):
         self._gpus.close()
 
     def _choose(self) -> Path:
-        """Return the directory of this run: below the user's own, if one is set, so that runs can be compared."""
+        """Return the directory for the event files: below `tensorboard_dir` if that is set, so that runs can be compared there."""
         run, directory = self._fit.run, self._fit.merged.config.tensorboard_dir
         if directory is None:
             return run.path / "tensorboard"
         known = [event["directory"] for event in run.read_events() if event["event"] == "tensorboard"]
         name = known[-1] if known else _free_name(Path(directory), run.path)
-        if not known:  # a resume uses it again, even if another run has the same name
+        if not known:  # a resumed run uses the recorded name again
             run.event("tensorboard", directory=name)
         return Path(directory) / name
 
 
 def _free_name(directory: Path, run: Path) -> str:
-    """Return the run's own name, with a number if another run took it."""
+    """Return the name of the run, with a number added if another run has used the name."""
     base = f"{run.parent.name}-{run.name}" if run.name.startswith("fit-") else run.resolve().name
     number, name = 1, base
     while (directory / name).exists():
@@ -208,9 +222,9 @@ def _free_name(directory: Path, run: Path) -> str:
 
 
 def _is_before(event: Any, state: TrainState) -> bool:
-    """Return whether the event will not be written again.
+    """Return whether the event was written before `state`, so that it will not be written again.
 
-    Events of this step will be, in an unfinished epoch or log line.
+    An event of this very step will be written again if its epoch, its validation or the interval of its log line is unfinished.
     """
     if event.HasField("graph_def"):
         return True
@@ -221,14 +235,59 @@ def _is_before(event: Any, state: TrainState) -> bool:
         return bool(tag.endswith("session_start_info"))
     if event.step != state.step:
         return bool(event.step < state.step)
+    if tag.startswith(_MEDIA):
+        return True
+    if tag.startswith("val/"):
+        return state.has_row
+    if tag.startswith(_LOGGED):
+        return state.has_row or not state.log_sums
     return not (state.samples_in_epoch if tag.startswith(_OF_AN_EPOCH) else state.log_sums)
+
+
+# media
+
+
+def _shown(media: LoggedMedia) -> Any:
+    """Return the summary value of an image, a text or the like. A table is a text."""
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
+    from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+    tag = f"{_MEDIA}{media.full_name}"
+    if media.kind in ("image", "figure"):
+        width, height = struct.unpack(">II", media.content[16:24])  # of the PNG's header
+        image = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=media.content)
+        return Summary.Value(tag=tag, image=image)
+    if media.kind == "audio":
+        with wave.open(io.BytesIO(media.content)) as file:
+            audio = Summary.Audio(
+                sample_rate=file.getframerate(), num_channels=file.getnchannels(), length_frames=file.getnframes(),
+                encoded_audio_string=media.content, content_type="audio/wav",
+            )  # fmt: skip
+        return Summary.Value(tag=tag, audio=audio)
+    text = _markdown(media.content) if media.kind == "table" else media.content
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=1)])
+    tensor = TensorProto(dtype=DT_STRING, tensor_shape=shape, string_val=[text])
+    plugin = SummaryMetadata.PluginData(plugin_name="text")
+    return Summary.Value(tag=tag, metadata=SummaryMetadata(plugin_data=plugin), tensor=tensor)
+
+
+def _markdown(table: bytes) -> bytes:
+    """Return a CSV table as Markdown, which TensorBoard draws."""
+    try:
+        head, *rows = csv.reader(io.StringIO(table.decode()))
+    except csv.Error:  # a very long cell
+        return table
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines).encode()
 
 
 # hyperparameters
 
 
 def _session(tag: str, **info: Any) -> list[Any]:
-    """Return a record of the HParams tab. Its content is in its metadata."""
+    """Return a record for TensorBoard's HParams tab. The content of such a record is in its metadata."""
     from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto

@@ -1,4 +1,4 @@
-"""Put the progress of a run into words: numbers, durations, and a line that is as wide as its place."""
+"""Put the progress of a run into words: numbers, durations, and a line that fits into a given width."""
 
 from __future__ import annotations
 
@@ -6,23 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _SHORT_NAMES = {"learning_rate": "lr"}
-_NOT_METRICS = {"epoch", "epochs", "step", "samples_per_second", "learning_rate"}
+_NOT_METRICS = {"epoch", "epochs", "step", "validations", "samples_per_second", "learning_rate"}
 GAP = "  "
-_NEEDED = (
-    "elapsed",
-    "epoch",
-    "samples/s",
-    "loss",
-    "ETA",
-    "step",
-)  # the order in which parts of a line that is too long are left out
+# If a line is too long, its parts are left out in this order.
+_NEEDED = ("elapsed", "epoch", "samples/s", "loss", "ETA", "step")
 _SHORTEST_BAR = 8
 
 
 def progress_parts(event: Mapping[str, Any]) -> list[str]:
-    """Return the parts of a line about `event`, as far as it knows them.
+    """Return the parts of a line about `event`.
 
-    They are `step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `3 s, ETA 12 s`.
+    The parts are `step 50/230`, `epoch 1/5`, the metrics, `1234 samples/s` and `3 s, ETA 12 s`. A part without a value in
+    `event` is left out.
     """
     counts = (("step", "total_steps"), ("epoch", "epochs"))
     parts = [_of(name, event.get(name), event.get(total)) for name, total in counts]
@@ -40,9 +35,10 @@ def _times(elapsed_s: float | None, eta_s: float | None) -> str:
 
 
 def epoch_line(row: Mapping[str, Any]) -> str:
-    """Return the line of one finished epoch: `epoch 1/5  loss 0.31  val_loss 0.25`."""
+    """Return the line of a row: `epoch 1/5  loss 0.31  val_loss 0.25`. The line of a validation inside an epoch begins with `step 50`."""
+    step = [_of("step", row.get("step"), None)] if "validations" in row else []
     metrics = [f"{_SHORT_NAMES.get(k, k)} {number(v)}" for k, v in row.items() if k not in _NOT_METRICS]
-    return GAP.join([_of("epoch", row.get("epoch"), row.get("epochs")), *metrics])
+    return GAP.join([*step, _of("epoch", row.get("epoch"), row.get("epochs")), *metrics])
 
 
 def number(value: Any) -> str:
@@ -64,6 +60,14 @@ def duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60} min {total % 60:02d} s"
     return f"{total // 3600} h {total % 3600 // 60:02d} min"
+
+
+def middle_cut(text: str, width: int) -> str:
+    """Return `text` with "..." in the place of its middle if it is longer than `width`."""
+    if len(text) <= width:
+        return text
+    end = max(width - 3, 2) // 2
+    return f"{text[: max(width - 3, 2) - end]}...{text[-end:]}"
 
 
 def _of(word: str, value: Any, total: Any) -> str:

@@ -1,4 +1,4 @@
-"""Metrics over all samples, and checks of the monitored metric. How an engine computes metrics belongs to `backends`."""
+"""Metrics over all samples, and checks of the monitored metric; how an engine computes metrics belongs in `backends`."""
 
 from distributed.metrics.over_all import OverAll, over_all
 

@@ -22,18 +22,18 @@ _LARGER = {
     "top", "tpr", "tnr", "likelihood",
 }  # fmt: skip
 _NEGATED = {"neg", "negated", "negative"}
-# A word in a name: all of one case or capitalised, without and with the digits after it.
+# A word in a name (upper case, lower case or capitalised), first without and then with the digits after it.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _WORD_WITH_DIGITS = re.compile(r"(?:[A-Z]+(?![a-z])|[A-Z]?[a-z]+)[0-9]*")
-# Modules of losses. Their names do not always show the direction: Keras negates its cosine similarity.
+# Modules of losses. Their names do not always show the direction: Keras (3.15) negates its cosine similarity.
 _LOSSES = ("keras.losses", "keras.src.losses", "torch.nn.modules.loss")
 
 
 def is_larger_better(name: str, metrics: Mapping[str, Any] | None = None) -> bool | None:
     """Return whether a larger value of the metric `name` is better, or None if that is unknown.
 
-    The first source that answers counts: the metric object itself (`higher_is_better` of torchmetrics, or its being a
-    loss of Keras or torch), the words in `name`, the words in the name of the object's class or of the function.
+    The first of these sources that gives an answer counts: the metric object itself (`higher_is_better` of torchmetrics, or
+    whether it is a loss of Keras or torch), the words in `name`, the words in the name of the object's class or of the function.
 
     Args:
         name: the name of the metric, with or without the prefix `val_`.
@@ -51,7 +51,7 @@ def is_larger_better(name: str, metrics: Mapping[str, Any] | None = None) -> boo
 
 
 def _metric_of(own: str, metrics: Mapping[str, Any]) -> Any:
-    """Return the object behind the name `own`. A metric with several values reports them as NAME_KEY."""
+    """Return the metric object that reports the value `own`. A metric with several values reports them as NAME_KEY."""
     if own in metrics:
         return _function_of(metrics[own])
     for name, metric in metrics.items():

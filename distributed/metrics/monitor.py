@@ -15,9 +15,10 @@ from distributed.metrics.over_all import OverAll
 if TYPE_CHECKING:
     from distributed.state import Job
 
-# Names that rows of a run use beside the user's metrics.
+PREFIX = "val_"  # of every metric of a validation set, outside of metrics.jsonl
+# Names that the rows of a run use in addition to the user's metrics.
 _OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
-_ALWAYS = ("learning_rate", "samples_per_second")  # in every row, beside the loss
+_ALWAYS = ("learning_rate", "samples_per_second")  # every row has these and the loss
 _NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
 
 
@@ -31,46 +32,63 @@ def check_names(names: Iterable[str]) -> None:
 
 
 def best_metrics(
-    rows: Sequence[Mapping[str, float]], config: DistributedConfig, metrics: Mapping[str, Any] | None = None
+    rows: Sequence[Mapping[str, float]],
+    config: DistributedConfig,
+    metrics: Mapping[str, Any] | None = None,
+    prefixes: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the best value in `rows` of each metric whose direction is known, by name. NaN values do not count.
 
     The direction of the monitored metric is `monitor_mode`; that of others comes from `is_larger_better`.
 
     Args:
-        rows: metrics by name, one row per epoch.
+        rows: metrics by name, one row per epoch or validation.
         config: the settings, for `monitor` and `monitor_mode`.
         metrics: the metrics of the Trainer, by name.
+        prefixes: the prefix of the metrics of each validation set.
     """
     best: dict[str, float] = {}
     for name in dict.fromkeys(name for row in rows for name in row if name not in _NOT_JUDGED):
-        is_max = config.monitor_mode == "max" if name == config.monitor else is_larger_better(name, metrics)
+        own = _own_name(name, prefixes)
+        is_max = config.monitor_mode == "max" if name == config.monitor else is_larger_better(own, metrics)
         values = [row[name] for row in rows if name in row and not math.isnan(row[name])]
         if is_max is not None and values:
             best[name] = (max if is_max else min)(values)
     return best
 
 
-def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -> None:
+def check_monitor(merged: MergedConfig, prefixes: Sequence[str], job: Job | None = None) -> None:
     """Check before training that `monitor` can be reported and that its direction is known.
 
     Args:
         merged: the settings with their sources.
-        val_data: the validation data of `fit`, or None.
+        prefixes: the prefix of the metrics of each validation set: "val_", "val_NAME_" for a set with a name, or none.
         job: the arguments of the Trainer, or None to check without the names of its metrics.
 
     Raises:
-        ConfigError: the monitor cannot be reported, or `monitor_mode` contradicts it or is needed.
+        ConfigError: the monitor cannot be reported, or `monitor_mode` contradicts it or is needed. Or two metrics of
+            validation sets would have the same name, or a setting needs validation data.
     """
     config = merged.config
-    if val_data is not None or not config.monitor.startswith("val_"):
-        names = None if job is None else expected_names(job, is_validated=val_data is not None)
-        is_watched = config.keep_best or config.early_stopping_patience
-        if names is not None and is_watched and not is_among(config.monitor, names, _with_several(job)):
+    if not prefixes:
+        _check_without_validation(merged)
+    is_watched = config.keep_best or config.early_stopping_patience
+    if is_watched and prefixes and PREFIX not in prefixes and not merged.is_given("monitor"):
+        named = ", ".join(repr(f"{prefix}loss") for prefix in prefixes)
+        raise ConfigError(
+            f"validation sets with names need a monitor, which decides the best checkpoint: set monitor to one of {named},"
+            " or another of their metrics"
+        )
+    if prefixes or not config.monitor.startswith(PREFIX):
+        names = None if job is None else expected_names(job, prefixes)
+        if names is not None and len(prefixes) > 1 and len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(f"two validation sets would both report {twice!r}: give one of them another name")
+        if names is not None and is_watched and not is_among(config.monitor, names, _with_several(job), prefixes):
             raise unknown_metric("monitor", config.monitor, names)
-        _check_mode(merged, {} if job is None else job.metrics)
+        _check_mode(merged, {} if job is None else job.metrics, prefixes)
         return
-    _check_mode(merged, {} if job is None else job.metrics)
+    _check_mode(merged, {} if job is None else job.metrics, prefixes)
     for name in ("early_stopping_patience", "keep_best"):
         if getattr(config, name) and (merged.is_given(name) or merged.is_given("monitor")):
             raise ConfigError(
@@ -79,10 +97,19 @@ def check_monitor(merged: MergedConfig, val_data: Any, job: Job | None = None) -
             )
 
 
-def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any]) -> None:
+def _check_without_validation(merged: MergedConfig) -> None:
+    """Raise ConfigError if a setting about validation was given, because there is no validation data."""
+    for name in ("validate_every_n_steps", "validate_every_s", "validate_at_start", "max_validation_batches"):
+        if getattr(merged.config, name) and merged.is_given(name):
+            raise ConfigError(
+                f"{name}={getattr(merged.config, name)}, but fit() got no validation data: pass val_data, or drop {name}"
+            )
+
+
+def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any], prefixes: Sequence[str]) -> None:
     """Raise ConfigError if `monitor_mode` is left at "min" although smaller values are not known to be better."""
     config = merged.config
-    is_larger = is_larger_better(config.monitor, metrics)
+    is_larger = is_larger_better(_own_name(config.monitor, prefixes), metrics)
     if config.monitor_mode != "min" or merged.is_given("monitor_mode") or is_larger is False:
         return
     if is_larger:
@@ -96,17 +123,19 @@ def _check_mode(merged: MergedConfig, metrics: Mapping[str, Any]) -> None:
     )
 
 
-def expected_names(job: Job, *, is_validated: bool) -> list[str] | None:
+def expected_names(job: Job, prefixes: Sequence[str]) -> list[str] | None:
     """Return the names that rows of this job can have, or None if the arguments of the Trainer do not determine them.
 
     The results of `training_step` and the metrics of a compiled Keras model are known only after the first update.
     """
-    is_factory = callable(job.model) and not hasattr(job.model, "parameters")  # it may make a compiled Keras model
+    # A factory may create a compiled Keras model.
+    is_factory = callable(job.model) and not hasattr(job.model, "parameters")
     is_of_keras = any(cls.__module__.startswith("keras.") for cls in type(job.model).__mro__)
     if job.training_step is not None or is_factory or is_of_keras:
         return None
-    names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]  # accuracy is reported for class indices
-    return [*(f"val_{name}" for name in names if is_validated), *names, *_ALWAYS]
+    # Accuracy is reported if the targets are class indices.
+    names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]
+    return names_of(names, prefixes)
 
 
 def _with_several(job: Job | None) -> list[str]:
@@ -119,31 +148,36 @@ def _may_be_several(metric: Any) -> bool:
     return isinstance(metric, OverAll) or hasattr(metric, "update") or hasattr(metric, "update_state")
 
 
-def is_among(monitor: str, names: Iterable[str], several: Iterable[str]) -> bool:
+def is_among(monitor: str, names: Iterable[str], several: Iterable[str], prefixes: Sequence[str]) -> bool:
     """Return whether `monitor` is in `names`, or can be one of the values that the metrics `several` report."""
-    own = monitor.removeprefix("val_")
+    own = _own_name(monitor, prefixes)
     return monitor in names or any(own == name or own.startswith(f"{name}_") for name in several)
 
 
+def _own_name(monitor: str, prefixes: Sequence[str]) -> str:
+    """Return the name of the metric without the prefix of a validation set."""
+    found = max((prefix for prefix in (*prefixes, PREFIX) if monitor.startswith(prefix)), key=len, default="")
+    return monitor.removeprefix(found)
+
+
 def uncertain(
-    monitors: Iterable[str], metrics: Mapping[str, Any], *, is_validated: bool, known: Iterable[str]
+    monitors: Iterable[str], metrics: Mapping[str, Any], *, prefixes: Sequence[str], known: Iterable[str]
 ) -> list[str]:
     """Return the monitors for which only the first update shows whether they are reported.
 
     Args:
         monitors: names of metrics.
         metrics: the metrics of the Trainer, by name.
-        is_validated: whether `fit` got validation data.
+        prefixes: the prefix of the metrics of each validation set.
         known: the names in earlier rows.
     """
-    names = ["loss", *metrics]
-    certain = {*names, *_ALWAYS, *known, *(f"val_{name}" for name in names if is_validated)}
+    certain = {*names_of(["loss", *metrics], prefixes), *known}
     return [name for name in dict.fromkeys(monitors) if name not in certain]
 
 
-def names_of(trained: Sequence[str], *, is_validated: bool) -> list[str]:
+def names_of(trained: Sequence[str], prefixes: Sequence[str]) -> list[str]:
     """Return the names that a row can have if training reports the names `trained`."""
-    return [*(f"val_{name}" for name in trained if is_validated), *trained, *_ALWAYS]
+    return [*(f"{prefix}{name}" for prefix in prefixes for name in trained), *trained, *_ALWAYS]
 
 
 def not_yet_reported(name: str, names: Iterable[str]) -> str:

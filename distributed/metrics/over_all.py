@@ -14,7 +14,7 @@ TRANSFORMS = ("argmax", "softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class OverAll:
-    """The result of `over_all`: a function and how it is called."""
+    """The result of `over_all`: a function and how to call it."""
 
     function: Callable[..., Any]
     transform: Callable[[Any], Any] | str | None = None
@@ -31,9 +31,9 @@ def over_all(
 ) -> OverAll:
     """Return a metric for `Trainer(metrics=...)` that is computed over all samples at once, such as F1 or AUROC.
 
-    The outputs of the whole data set (in training: of the epoch so far) are kept in host memory: each process keeps its
-    own until they are collected, and the main process then holds all of them and computes the value. A warning says
-    when they exceed one GiB. For larger outputs pass `transform`, or a metric that keeps sums (a torchmetrics object).
+    The outputs of the whole data set (in training: of the epoch so far) are kept in host memory. Each process keeps its own
+    outputs until the main process collects them all and computes the value. A warning is shown when the outputs exceed one
+    GiB. For larger outputs, pass `transform`, or a metric that keeps sums (a torchmetrics object).
 
     Args:
         function: `(outputs, targets)` -> a number or `(sum, count)`. It gets the outputs and targets of all samples,
@@ -104,7 +104,7 @@ def _home(function: Any) -> str:
 
 
 def as_declared(metric: Any) -> Any:
-    """Return the metric as the user means it: a plain scikit-learn function is computed over all samples."""
+    """Return `metric`, wrapped by `over_all` if it is a plain scikit-learn function."""
     return over_all(metric) if not isinstance(metric, OverAll) and is_of_sklearn(metric) else metric
 
 

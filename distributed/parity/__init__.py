@@ -1,1 +1,1 @@
-"""Run one script on every backend and compare its numbers with those of one process. Tests of adapters belong to `testing`."""
+"""Run one script on every backend and compare its numbers with those of one process; tests of adapters belong in `testing`."""

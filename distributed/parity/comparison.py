@@ -1,12 +1,12 @@
 """Run the user's script on every backend and compare weights, losses and step times with those of one process.
 
 All runs start from the first weights of the reference. In float64, no weight and no loss may differ from the reference
-by more than a tolerance. In float32, rounding alone moves runs apart, and far apart if it decides the sign at a ReLU or
-the maximum of a pooling window. The float32 limit is therefore a multiple of what rounding moves the reference itself:
-against its float64 run, and when it accumulates the same batches in slices.
+by more than a tolerance. In float32, rounding alone makes runs differ. The difference is large if rounding decides the sign at
+a ReLU or the maximum of a pooling window. The float32 limit is therefore a multiple of the difference that rounding causes in
+the reference itself: between its float32 and float64 runs, and between runs that cut the same batches into different slices.
 
-The reference is one process on `single`. A backend of another framework is compared with it, and with one process of
-its own.
+The reference is one process on `single`. A backend of another framework is compared with this reference, and with one
+process of its own framework.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from distributed.errors import DistributedError, ResourceError, TrainingError
 from distributed.parity.runs import Cell, ParityOptions, Start, Trained, run
 
 REFERENCE = default_backend(1)
-FLOORS = 3  # the float32 limit, as a multiple of what rounding moves the reference
+FLOORS = 3  # the float32 limit, as a multiple of the difference that rounding causes in the reference
 FIRST_LOSS = 1e-6  # limit of the first update's loss in float32, before rounding errors grow
-_SPACING = 2.0**-23  # between float32 numbers near 1: the smallest difference that can be seen
+_SPACING = 2.0**-23  # spacing of float32 numbers near 1: the smallest difference that float32 can show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +51,8 @@ class Skipped:
 
 
 @dataclasses.dataclass
-class Report:
-    """The result of all comparisons."""
+class ParityResult:
+    """The runs that were compared with their references, and those that could not be."""
 
     script: str
     steps: int
@@ -61,17 +61,17 @@ class Report:
     batch_dependent: tuple[str, ...] = ()
     compared: list[Compared] = dataclasses.field(default_factory=list)
     skipped: list[Skipped] = dataclasses.field(default_factory=list)
-    # reference -> how far rounding alone moves its weights in float32
+    # reference -> the largest difference of its weights that rounding alone causes in float32
     floors: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def is_good(self) -> bool:
-        """Whether no run was too far from its reference and none failed."""
+        """Return whether no run was too far from its reference and none failed."""
         return not any(each.verdict == "FAR" for each in self.compared) and not any(s.is_failure for s in self.skipped)
 
 
-def measure(options: ParityOptions, on_start: Callable[[Cell], None]) -> Report:
-    """Make all runs and return the report.
+def measure(options: ParityOptions, on_start: Callable[[Cell], None]) -> ParityResult:
+    """Start all runs and return the result.
 
     Args:
         options: what to run.
@@ -80,21 +80,21 @@ def measure(options: ParityOptions, on_start: Callable[[Cell], None]) -> Report:
     Raises:
         DistributedError: no reference can run.
     """
-    report = Report(options.script, options.steps, options.tolerance)
+    result = ParityResult(options.script, options.steps, options.tolerance)
     runs = _Runs(options, on_start)
-    backends = list(_usable(options, report))
-    references = _references(options, backends, runs, report)
+    backends = list(_usable(options, result))
+    references = _references(options, backends, runs, result)
     for name, own in references.items():
-        report.compared += [_compared(Cell(name, 1, dtype), name, each, each) for dtype, each in own.items()]
-        _add_floors(options, name, own, runs, report)
+        result.compared += [_compared(Cell(name, 1, dtype), name, each, each) for dtype, each in own.items()]
+        _add_floors(options, name, own, runs, result)
     for backend in backends:
-        _add_backend(options, backend, references, runs, report)
-    report.compared = [dataclasses.replace(each, verdict=_verdict(each, report)) for each in report.compared]
-    return report
+        _add_backend(options, backend, references, runs, result)
+    result.compared = [dataclasses.replace(each, verdict=_verdict(each, result)) for each in result.compared]
+    return result
 
 
 class _Runs:
-    """Make each run once. All runs start from the weights of the first one."""
+    """Start each run once and keep its result. All runs start from the first weights of the first run."""
 
     def __init__(self, options: ParityOptions, on_start: Callable[[Cell], None]) -> None:
         self._options, self._on_start = options, on_start
@@ -109,10 +109,10 @@ class _Runs:
         return self._done[cell]
 
 
-def _usable(options: ParityOptions, report: Report) -> Iterator[str]:
+def _usable(options: ParityOptions, result: ParityResult) -> Iterator[str]:
     """Yield the backends whose libraries are installed.
 
-    Others are added to the report as skipped, or raise ResourceError if they were named explicitly.
+    Other backends are added to the result as skipped. If the user named the backends, raise ResourceError instead.
     """
     for name in options.backends:
         found = capabilities_of(REGISTRY[name])
@@ -122,14 +122,14 @@ def _usable(options: ParityOptions, report: Report) -> Iterator[str]:
         reason = f"needs {', '.join(found.missing)}, which is not installed: run {found.install}"
         if not options.is_all:
             raise ResourceError(f"backend {name!r} {reason}")
-        report.skipped.append(Skipped(name, reason))
+        result.skipped.append(Skipped(name, reason))
 
 
 # ------------------------------------------------------------------ references and floors
 
 
 def _references(
-    options: ParityOptions, backends: Sequence[str], runs: _Runs, report: Report
+    options: ParityOptions, backends: Sequence[str], runs: _Runs, result: ParityResult
 ) -> dict[str, dict[str, Trained]]:
     """Return the runs of the references by name and element type.
 
@@ -149,9 +149,9 @@ def _references(
     if refusals and not options.is_all:
         raise refusals[0]
     for name, each in errors.items():
-        report.skipped.append(Skipped(name, str(each), is_failure=isinstance(each, TrainingError)))
+        result.skipped.append(Skipped(name, str(each), is_failure=isinstance(each, TrainingError)))
     first = next(iter(found.values()))["float32"]
-    report.batch, report.batch_dependent = first.batch, first.batch_dependent
+    result.batch, result.batch_dependent = first.batch, first.batch_dependent
     return found
 
 
@@ -162,10 +162,12 @@ def _trained(cell: Cell, runs: _Runs) -> Trained:
         raise TrainingError(f"{cell}: {error}") from None
 
 
-def _add_floors(options: ParityOptions, name: str, own: Mapping[str, Trained], runs: _Runs, report: Report) -> None:
-    """Measure what rounding moves a reference in float32.
+def _add_floors(
+    options: ParityOptions, name: str, own: Mapping[str, Trained], runs: _Runs, result: ParityResult
+) -> None:
+    """Measure the difference that rounding causes in a reference in float32.
 
-    The float32 run is compared with the float64 run, and with runs whose batches are cut as for each world size.
+    The float32 run is compared with the float64 run, and with runs that cut their batches as each world size would.
     """
     reference = own["float32"]
     moved = [_compared(Cell(name, 1, "float32", 0), name, own["float64"], reference)] if "float64" in own else []
@@ -173,35 +175,39 @@ def _add_floors(options: ParityOptions, name: str, own: Mapping[str, Trained], r
         cell = Cell(name, 1, "float32", cut)
         moved.append(_compared(cell, name, _trained(cell, runs), reference))
     largest = max((float(abs(value).max()) for value in reference.weights.values() if value.size), default=1.0)
-    by_rounding = [each.weights for each in moved if each.cell.cut == 0 or not report.batch_dependent]
-    report.floors[name] = max([_SPACING * largest, *by_rounding])
-    report.compared += moved
+    by_rounding = [each.weights for each in moved if each.cell.cut == 0 or not result.batch_dependent]
+    result.floors[name] = max([_SPACING * largest, *by_rounding])
+    result.compared += moved
 
 
 def _add_backend(
-    options: ParityOptions, backend: str, references: Mapping[str, Mapping[str, Trained]], runs: _Runs, report: Report
+    options: ParityOptions,
+    backend: str,
+    references: Mapping[str, Mapping[str, Trained]],
+    runs: _Runs,
+    result: ParityResult,
 ) -> None:
     """Compare every world size and element type of one backend with each of its references."""
     own = REGISTRY[backend].alone
     beside = [name for name in dict.fromkeys((REFERENCE, own)) if name in references]
-    if own not in references:  # its error is in the report already
+    if own not in references:  # the report already has the error of this reference
         if own != backend:
             reason = f"there is nothing to compare it with, as {own} could not run the script"
-            report.skipped.append(Skipped(backend, reason))
+            result.skipped.append(Skipped(backend, reason))
         return
     for cell in cells_of(backend, options.world_sizes):
         try:
             trained = runs.of(cell)
         except TrainingError as error:
-            report.skipped.append(Skipped(str(cell), str(error), is_failure=True))
+            result.skipped.append(Skipped(str(cell), str(error), is_failure=True))
         except DistributedError as error:  # the backend refuses this script or this number of processes
             if not options.is_all:
                 raise
-            report.skipped.append(Skipped(str(cell), str(error)))
+            result.skipped.append(Skipped(str(cell), str(error)))
             return
         else:
             others = [name for name in beside if cell != Cell(name, 1, cell.dtype)]
-            report.compared += [_compared(cell, name, trained, references[name][cell.dtype]) for name in others]
+            result.compared += [_compared(cell, name, trained, references[name][cell.dtype]) for name in others]
 
 
 def cells_of(backend: str, world_sizes: Sequence[int]) -> Iterator[Cell]:
@@ -231,7 +237,7 @@ def _compared(cell: Cell, name: str, trained: Trained, reference: Trained) -> Co
 def farthest(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> float:
     """Return the largest absolute difference between two sets of arrays.
 
-    Infinite if their names or shapes differ, or if a value is not finite.
+    Return infinity if their names or shapes differ, or if a value is not finite.
     """
     import numpy
 
@@ -248,18 +254,19 @@ def farthest(one: Mapping[Any, Any], other: Mapping[Any, Any]) -> float:
     return largest
 
 
-def _verdict(each: Compared, report: Report) -> str:
+def _verdict(each: Compared, result: ParityResult) -> str:
+    """Return the verdict on a comparison. It is "split" if the script's results depend on how batches are split."""
     cell = each.cell
-    if cell.cut > 1 and report.batch_dependent:
+    if cell.cut > 1 and result.batch_dependent:
         return "split"
     if cell.cut != 1:
         return "floor"
     if cell == Cell(each.reference, 1, cell.dtype):
         return "reference"
-    if report.batch_dependent and cell.world_size > 1:
+    if result.batch_dependent and cell.world_size > 1:
         return "split"
     if cell.dtype == "float64":
-        return "ok" if max(each.weights, each.losses) <= report.tolerance else "FAR"
+        return "ok" if max(each.weights, each.losses) <= result.tolerance else "FAR"
     # If rounding alone makes the reference NaN or infinite, no run can be shown to be near it.
-    is_near = each.weights <= FLOORS * report.floors[each.reference] < math.inf and each.first_loss <= FIRST_LOSS
+    is_near = each.weights <= FLOORS * result.floors[each.reference] < math.inf and each.first_loss <= FIRST_LOSS
     return "ok" if is_near else "FAR"

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.backends import groups_in_use
 from distributed.checkpoints.manifest import list_checkpoints, resolve
 from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.config.plan import BatchPlan
-from distributed.config.registry import groups_in_use
 from distributed.config.settings import GROUPS, DistributedConfig
-from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
+from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError, TrainingError
 from distributed.launching.subprocess_launch import run_command
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Cell:
     backend: str
     world_size: int
     dtype: str
-    cut: int = 1  # slices of each batch, for a run that measures rounding; 0: the float64 run itself
+    # Slices of each batch, in a run that measures rounding; 0 stands for the comparison with the float64 run.
+    cut: int = 1
 
     def __str__(self) -> str:
         how = f", cut in {self.cut}" if self.cut > 1 else ""
@@ -49,20 +50,20 @@ class ParityOptions:
     steps: int
     tolerance: float
     global_batch_size: int | None
-    settings: tuple[str, ...]  # KEY=VALUE for every run; the options of a backend for its runs only
+    settings: tuple[str, ...]  # KEY=VALUE for every run; an option of a backend is passed to runs of that backend only
     config: DistributedConfig  # `settings` as a configuration
-    directory: Path  # holds the run directories
+    directory: Path  # the directory for all run directories
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """What all runs start from, taken from the first run.
+    """The weights and batches with which all runs start, taken from the first run.
 
-    Different engines and element types would draw different first weights.
+    Without this, different engines and element types would draw different first weights.
     """
 
     checkpoint: Path
-    batch: BatchPlan  # every run has its global batch size and its order of samples
+    batch: BatchPlan  # every run uses this global batch size, and so the same order of samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +71,9 @@ class Trained:
     """What a run produced."""
 
     weights: Mapping[str, numpy.ndarray[Any, Any]]
-    losses: Mapping[tuple[str, int], float]  # (split, step) -> loss
+    losses: Mapping[
+        tuple[Any, ...], float
+    ]  # (split, step), and the name of the validation set if there are several -> loss
     batch: BatchPlan
     step_s: float  # median seconds of an update
     batch_dependent: tuple[str, ...]
@@ -83,14 +86,14 @@ def run(options: ParityOptions, cell: Cell, start: Start | None) -> Trained:
     Args:
         options: what to run.
         cell: the run to make.
-        start: what to start from, or None for the first run.
+        start: the weights and batches to start with, or None for the first run.
 
     Raises:
         DistributedError: the run failed. The message is that of the run.
     """
     name = f"{cell.backend}-{cell.world_size}-{cell.dtype}-{cell.cut}"
     directory = options.directory / name
-    if start is not None:  # looks like a run that was stopped there; --resume continues it
+    if start is not None:  # the directory looks like that of a run that was stopped, and --resume continues it
         shutil.copytree(start.checkpoint, directory / "checkpoints" / start.checkpoint.name)
     with (options.directory / f"{name}.log").open("wb+") as output:
         code = run_command(_command(options, cell, start, directory), output)
@@ -105,6 +108,7 @@ def run(options: ParityOptions, cell: Cell, start: Start | None) -> Trained:
 
 
 def _command(options: ParityOptions, cell: Cell, start: Start | None, directory: Path) -> list[str]:
+    """Return the arguments of `python` for a run. Without `start`, the run also saves its first weights."""
     flags: dict[str, Any] = {
         "script": options.script, "run-dir": directory, "backend": cell.backend, "nproc-per-node": cell.world_size,
         "dtype": cell.dtype, "max-steps": options.steps, "epochs": options.steps, "log-every-n-steps": 1,
@@ -141,7 +145,7 @@ def _failure(code: int, text: str) -> DistributedError:
     words = errors[-1].removeprefix("error: ").partition(" (whole log")[0] if errors else f"exit code {code}"
     if lines and not lines[-1].startswith("error: "):
         words += f": {lines[-1]}"
-    return {2: ConfigError, 3: ResourceError}.get(code, TrainingError)(words)
+    return BY_EXIT_CODE.get(code, TrainingError)(words)
 
 
 def read_run(directory: Path) -> Trained:
@@ -153,7 +157,13 @@ def read_run(directory: Path) -> Trained:
     dependent = next((event.get("batch_dependent", ()) for event in started if event["event"] == "started"), ())
     return Trained(
         weights=weights_of(resolve(directory)),
-        losses={(row["split"], row["step"]): _number(row.get("loss")) for row in rows},
+        losses={
+            (row["split"], row["step"], *name.split("_")[:-1]): _number(value)
+            for row in rows
+            if row["step"]  # the others begin at the first run's checkpoint of step 0
+            for name, value in row.items()
+            if name == "loss" or (row["split"] == "val" and name.endswith("_loss"))
+        },
         batch=batch,
         step_s=batch.global_batch_size / statistics.median(rates[2:] or rates or [math.nan]),
         batch_dependent=tuple(dependent),
@@ -175,7 +185,7 @@ def _batch(directory: Path) -> BatchPlan:
 
 
 def weights_of(checkpoint: Path) -> dict[str, numpy.ndarray[Any, Any]]:
-    """Return every tensor of the model in a checkpoint, whole, as float64."""
+    """Return every tensor of the model in a checkpoint, unsharded, as float64."""
     stored, _ = read_tensors(checkpoint / "model")
     return {name: _array(tensor) for name, tensor in stored.items()}
 

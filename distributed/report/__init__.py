@@ -1,4 +1,4 @@
-"""report.html: curves, time split, events and settings of runs, or of a sweep. What is logged while a run lasts belongs to `loggers`."""
+"""report.html, a page with the curves, times, events and settings of runs or of a search; what is logged in a run belongs in `loggers`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FILE = "report.html"
 
 
 def report_text(paths: Sequence[Path]) -> str:
-    """Return the page of one run or sweep, or of several runs side by side.
+    """Return the page of one run or search, or of several runs side by side.
 
-    Only reads files, so a run may still be running.
+    This function only reads files, so the runs may still be running.
 
     Args:
-        paths: run directories, or the directory of one sweep.
+        paths: run directories, or the directory of one search.
 
     Raises:
-        ConfigError: a path is not a run, or a sweep is combined with other paths.
+        ConfigError: a path is not a run, or a search is combined with other paths.
         ResourceError: bokeh is not installed.
     """
     from distributed.report import sweep, tables
@@ -41,7 +41,7 @@ def report_text(paths: Sequence[Path]) -> str:
 def write_report(paths: Sequence[Path], output: Path) -> Path:
     """Write the page of `paths` to `output` atomically and return `output`.
 
-    Raises ConfigError if it cannot be written, and the errors of `report_text`.
+    Raises ConfigError if `output` cannot be written, and the errors of `report_text`.
     """
     text = report_text(paths)
     stage = output.with_name(f".{output.name}.tmp")
@@ -51,15 +51,15 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     except OSError as error:
         raise ConfigError(f"{str(output)!r} cannot be written ({error.strerror}): name another with --output") from None
     finally:
-        with contextlib.suppress(OSError):  # a directory that cannot be written holds no stage
+        with contextlib.suppress(OSError):  # if the directory cannot be written, `stage` does not exist
             stage.unlink(missing_ok=True)
     return output
 
 
 def write_reports_at_end(run: RunDirectory, notice: Callable[[str], None]) -> None:
-    """Write RUN/report.html, and that of each further Trainer of the script, if they have metrics.
+    """Write RUN/report.html, and the report of each further Trainer of the script, if they have metrics.
 
-    Errors do not fail the run: `notice` gets one line for each.
+    Errors do not fail the run: `notice` is called with one line for each.
     """
     from distributed.report.page import is_bokeh_here
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from distributed.report.runs import Row
+from distributed.report.runs import Record
 
 if TYPE_CHECKING:
     import numpy
@@ -17,8 +17,8 @@ STRETCHES = 1000  # a long curve keeps the smallest and the largest value of eac
 def thinned(values: Sequence[Any], stretches: int = STRETCHES) -> list[int]:
     """Return the positions of the values to draw, in order.
 
-    Up to 2 x `stretches` values are all drawn. Of more values these are drawn: the first, the last, and of each of
-    `stretches` equal parts the smallest, the largest and one that is not finite (None, NaN, infinite), if any.
+    Up to 2 x `stretches` values are all drawn. If there are more, the first and the last value are drawn, and from each of
+    `stretches` equal parts the smallest value, the largest value and one that is not finite (None, NaN, infinite), if any.
     """
     if len(values) <= 2 * stretches:
         return list(range(len(values)))
@@ -32,7 +32,7 @@ def thinned(values: Sequence[Any], stretches: int = STRETCHES) -> list[int]:
     kept = [
         numpy.where(is_finite, data, math.inf).argmin(1),
         numpy.where(is_finite, data, -math.inf).argmax(1),
-        (~is_finite).argmax(1),  # the first value that is not finite; 0 if all are
+        (~is_finite).argmax(1),  # the first value that is not finite; 0 if all are finite
     ]
     starts = numpy.arange(stretches) * length
     return _positions(starts, kept, ~is_finite.all(1), len(values))
@@ -60,26 +60,28 @@ def readable(value: float) -> str:
     return f"{value:,.0f}" if 1e3 <= abs(value) < 1e9 else f"{value:.4g}"
 
 
-def points(rows: Sequence[Row], name: str, scale: float = 1.0) -> dict[str, list[float | None]]:
+def points(records: Sequence[Record], name: str, scale: float = 1.0) -> dict[str, list[float | None]]:
     """Return the curve of `name` as columns `step`, `time` and `y`, thinned. `y` is multiplied by `scale`.
 
     Rows without `name` are left out.
     """
-    having = [row for row in rows if name in row and isinstance(row[name], (int, float, type(None)))]
-    return columns(having, thinned([row[name] for row in having]), name, scale)
+    having = [record for record in records if name in record and isinstance(record[name], (int, float, type(None)))]
+    return columns(having, thinned([record[name] for record in having]), name, scale)
 
 
 def columns(
-    rows: Sequence[Row], positions: Sequence[int], name: str | None = None, scale: float = 1.0
+    records: Sequence[Record], positions: Sequence[int], name: str | None = None, scale: float = 1.0
 ) -> dict[str, list[float | None]]:
-    """Return the rows at `positions` as columns `step`, `time` and, if `name` is given, `y`."""
-    taken = [rows[position] for position in positions]
-    found = {"step": [short(row["step"]) for row in taken], "time": [short(row["time"]) for row in taken]}
+    """Return the records at `positions` as columns `step`, `time` and, if `name` is given, `y`."""
+    taken = [records[position] for position in positions]
+    found = {"step": [short(record["step"]) for record in taken], "time": [short(record["time"]) for record in taken]}
     if name is not None:
-        found["y"] = [short(value if value is None else scale * value) for value in (row.get(name) for row in taken)]
+        found["y"] = [
+            short(value if value is None else scale * value) for value in (record.get(name) for record in taken)
+        ]
     return found
 
 
-def num_not_finite(rows: Sequence[Row], name: str) -> int:
+def num_not_finite(records: Sequence[Record], name: str) -> int:
     """Return how often `name` was NaN or infinite. The files store these values as null."""
-    return sum(1 for row in rows if name in row and row[name] is None)
+    return sum(1 for record in records if name in record and record[name] is None)

@@ -5,7 +5,7 @@
   const chosen = { axis: "step", scale: "linear" };
   const hidden = new Set(); // names of lines, of all panels
   const isFinePointer = matchMedia("(pointer: fine)").matches;
-  const markers = { checkpoint_saved: "circle", worker_failed: "x", resumed: "triangle", restarted: "diamond", preempted: "square" };
+  const markers = { checkpoint_saved: "circle", worker_failed: "x", node_failed: "x", node_lost: "x", node_joined: "triangle", resumed: "triangle", restarted: "diamond", preempted: "square" };
   let drawing = null; // the Bokeh document that is shown
 
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

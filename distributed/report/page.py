@@ -19,8 +19,10 @@ from distributed.report.panels import Panel
 _HERE = Path(__file__).parent
 _SCRIPTS = ("bokeh.min.js", "bokeh-api.min.js")
 # The page contains all that it needs and may load nothing else.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-# Three bars. With an icon of its own the page makes the browser request no favicon.
+_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; media-src data:"
+)
+# Three bars. Because the page contains an icon, the browser requests no favicon.
 _ICON = (
     "data:image/svg+xml,%3Csvg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 8 8'%3E"
     "%3Cpath fill='%230072b2' d='M1 5h1v2H1zM3 3h1v4H3zM5 1h1v6H5z'/%3E%3C/svg%3E"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.report.curves import columns, num_not_finite, points, readable, short, thinned
-from distributed.report.runs import POSITION, Row, RunData
+from distributed.report.runs import POSITION, Record, RunData
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -21,11 +21,15 @@ _NAMED = {
     "learning_rate": ("Learning rate", "learning rate"),
     "grad_norm": ("Gradient norm", "norm"),
 }
-_LAST = ("samples_per_second", "learning_rate", "grad_norm")  # after the metrics
-# Event -> its name on the page. Those in BREAKS interrupt training and are marked in every plot.
+_LAST = ("samples_per_second", "learning_rate", "grad_norm")  # shown after the metrics
+# Event -> its name on the page. The events in BREAKS interrupt training and are marked in every plot.
 BREAKS = {
     "worker_failed": "worker failed",
+    "node_failed": "node failed",
+    "node_lost": "node lost",
+    "node_joined": "node joined",
     "restarted": "restarted",
+    "regrouped": "number of processes changed",
     "resumed": "resumed",
     "preempted": "stopped by signal",
 }
@@ -37,7 +41,7 @@ EVENTS = {
     "finished": "finished",
 }
 _MANY_RANKS = 8
-_MANY_EVENTS = 1000  # events of one kind that are drawn
+_MANY_EVENTS = 1000  # at most so many events of one kind are drawn
 _MS = 1e3
 
 
@@ -64,7 +68,7 @@ class Panel:
     y: str = ""
     x: str = "run"
     note: str = ""
-    group: str = ""  # its heading on the page
+    group: str = ""  # the heading of the panel's group on the page
     is_wide: bool = False
     lines: Sequence[Line] = ()
     marks: Sequence[Mapping[str, Any]] = ()  # vertical lines: step, time, text
@@ -89,7 +93,7 @@ def run_panels(runs: Sequence[RunData]) -> list[Panel]:
 
 def _names(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
     """Return (metrics with the loss first, other names that are drawn over the steps)."""
-    seen = dict.fromkeys(name for run in runs for row in (*run.train, *run.val) for name in row)
+    seen = dict.fromkeys(name for run in runs for record in (*run.train, *run.val) for name in record)
     names = [name for name in seen if name not in POSITION]
     metrics = [name for name in names if name not in _LAST]
     return sorted(metrics, key=lambda name: name != "loss"), [name for name in _LAST if name in names]
@@ -100,27 +104,27 @@ def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any
     title, unit = _NAMED.get(name, (name[:1].upper() + name[1:].replace("_", " "), name))
     lines = []
     for number, run in enumerate(runs):
-        for rows, split in ((run.train, "train"), (run.val, "validation")):
-            data = points(rows, name)
+        for records, split in ((run.train, "train"), (run.val, "validation")):
+            data = points(records, name)
             if not data["y"]:
                 continue
             is_val = split == "validation"
             is_alone = len(runs) == 1
             lines.append(Line(
                 name=(split if name not in _LAST else run.label) if is_alone else run.label,
-                color=int(is_val) if is_alone else number, data=data, label=_last(rows, name),
+                color=int(is_val) if is_alone else number, data=data, label=_last(records, name),
                 is_dashed=is_val and not is_alone, has_points=is_val or len(data["y"]) < 3,
                 in_legend=(is_alone and name not in _LAST) or (not is_alone and not is_val),
             ))  # fmt: skip
     missing = sum(num_not_finite((*run.train, *run.val), name) for run in runs)
     notes = [f"{missing} value{'s' * (missing > 1)} not finite (gaps)"] if missing else []
-    if len(runs) > 1 and any(name in row for run in runs for row in run.val):
+    if len(runs) > 1 and any(name in record for run in runs for record in run.val):
         notes.append("solid: training, dashed: validation")
     return Panel("lines", title, unit, lines=lines, note="; ".join(notes), marks=marks, group="Training")
 
 
-def _last(rows: Sequence[Row], name: str) -> str:
-    value = next((row[name] for row in reversed(rows) if isinstance(row.get(name), (int, float))), None)
+def _last(records: Sequence[Record], name: str) -> str:
+    value = next((record[name] for record in reversed(records) if isinstance(record.get(name), (int, float))), None)
     return "" if value is None else readable(value)
 
 
@@ -140,8 +144,9 @@ def _events(runs: Sequence[RunData]) -> Panel:
     """Return the panel of events, with one line of marks per kind of event, or per run if there are several."""
     lines = []
     for number, run in enumerate(runs):
-        for kind, text in EVENTS.items():
-            found = [event for event in run.events if event["event"] == kind]
+        for kind, node in _kinds(run):
+            found = [event for event in run.events if (event["event"], event.get("node")) == (kind, node)]
+            text = EVENTS[kind] if node is None else f"node {node}: {EVENTS[kind].removeprefix('node ')}"
             found = found[:: math.ceil(len(found) / _MANY_EVENTS) or 1]
             data = columns(found, range(len(found)))
             if found:
@@ -154,9 +159,17 @@ def _events(runs: Sequence[RunData]) -> Panel:
     return Panel("events", "Events", lines=lines, group="Training", is_wide=True, more=more, note=note)
 
 
-def _about(event: Row) -> str:
+def _kinds(run: RunData) -> list[tuple[str, int | str | None]]:
+    """Return (kind, node) of the events of a run. The node is its number, or its name on a cluster that numbers none. It
+    is None if an event belongs to no node in particular."""
+    seen = {(event["event"], event.get("node")) for event in run.events if event["event"] in EVENTS}
+    order = list(EVENTS)
+    return sorted(seen, key=lambda each: (order.index(each[0]), each[1] is not None, str(each[1]).rjust(9)))
+
+
+def _about(event: Record) -> str:
     """Return the tooltip of an event: what happened, and why."""
-    detail = event.get("cause") or event.get("checkpoint") or ""
+    detail = event.get("cause") or event.get("checkpoint") or event.get("host") or ""
     if event["event"] == "started" and event.get("restart_count"):
         detail = f"attempt {event['restart_count'] + 1}"
     text = EVENTS[event["event"]]
@@ -172,8 +185,8 @@ def _is_number(value: Any) -> bool:
 
 def _time_split(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
     """Return the panel of the parts of an update's time, stacked."""
-    names = [name for name in PARTS if any(row.get(name) for row in run.times)]
-    positions = thinned([row.get("step_s") for row in run.times])
+    names = [name for name in PARTS if any(record.get(name) for record in run.times)]
+    positions = thinned([record.get("step_s") for record in run.times])
     shares = mean_times(run)
     total = sum(shares.values())
     lines = [
@@ -193,12 +206,12 @@ def mean_times(run: RunData) -> dict[str, float]:
     """Return the seconds of an update by part, averaged over the updates of the run."""
     weights = []
     before = min((int(event["step"]) for event in run.events if event["event"] == "started"), default=0)
-    for row in run.times:
-        weights.append(max(int(row["step"]) - before, 0) or 1)
-        before = int(row["step"])
+    for record in run.times:
+        weights.append(max(int(record["step"]) - before, 0) or 1)
+        before = int(record["step"])
     total = sum(weights) or 1
     return {
-        name: sum(weight * (row.get(name) or 0.0) for weight, row in zip(weights, run.times, strict=True)) / total
+        name: sum(weight * (record.get(name) or 0.0) for weight, record in zip(weights, run.times, strict=True)) / total
         for name in PARTS
     }
 
@@ -218,14 +231,15 @@ def _time_bars(runs: Sequence[RunData]) -> Panel:
 
 def rank_names(run: RunData) -> list[str]:
     """Return the names `rank_0_s`, `rank_1_s`, ... in the order of ranks."""
-    seen = dict.fromkeys(name for row in run.times for name in row if name.startswith("rank_"))
+    seen = dict.fromkeys(name for record in run.times for name in record if name.startswith("rank_"))
     return sorted(seen, key=lambda name: (len(name), name))
 
 
 def rank_means(run: RunData) -> dict[str, float]:
-    """Return the seconds per update of each rank without waiting for others, the slowest first."""
+    """Return the seconds per update of each rank, without the time it waited for others, the slowest rank first."""
     means = {
-        name: statistics.fmean(row[name] for row in run.times if _is_number(row.get(name))) for name in rank_names(run)
+        name: statistics.fmean(record[name] for record in run.times if _is_number(record.get(name)))
+        for name in rank_names(run)
     }
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
@@ -237,18 +251,26 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
         return Panel("lines", "Time of each rank")
     names = rank_names(run) if len(means) <= _MANY_RANKS else list(means)[:3]
     lines = [
-        Line(name[:-2].replace("_", " "), number, points(run.times, name, _MS), label=f"{1e3 * means[name]:.3g} ms")
+        Line(_rank(run, name), number, points(run.times, name, _MS), label=f"{1e3 * means[name]:.3g} ms")
         for number, name in enumerate(names)
     ]
     if len(means) > _MANY_RANKS:
         middle = [
-            {**row, "median": statistics.median_low(row[name] for name in means if name in row)} for row in run.times
+            {**record, "median": statistics.median_low(record[name] for name in means if name in record)}
+            for record in run.times
         ]
         lines.append(Line(f"median of {len(means)} ranks", -1, points(middle, "median", _MS), is_dashed=True))
     slowest, ratio = next(iter(means)), _imbalance_of(means)
     behind = f"{ratio:.2f} x the {'other' if len(means) == 2 else 'median of the others'}"
-    note = f"data and compute, without waiting for others; slowest: {slowest[:-2].replace('_', ' ')}, {behind}"
+    note = f"data and compute, without waiting for others; slowest: {_rank(run, slowest)}, {behind}"
     return Panel("lines", "Time of each rank", "ms per update", lines=lines, note=note, marks=marks)
+
+
+def _rank(run: RunData, name: str) -> str:
+    """Return the rank of a name such as `rank_3_s` in words, on several nodes with its node."""
+    rank = int(name[len("rank_") : -len("_s")])
+    per_node = run.world_size // run.num_nodes
+    return f"rank {rank}, node {rank // per_node}" if run.num_nodes > 1 and per_node else f"rank {rank}"
 
 
 def _imbalance_of(values: Mapping[str, float]) -> float:
@@ -265,10 +287,11 @@ def _imbalance(runs: Sequence[RunData]) -> Panel:
         names = rank_names(run)
         if len(names) < 2:
             continue
-        rows = [
-            {**row, "ratio": _imbalance_of({name: row[name] for name in names if name in row})} for row in run.times
+        records = [
+            {**record, "ratio": _imbalance_of({name: record[name] for name in names if name in record})}
+            for record in run.times
         ]
-        lines.append(Line(run.label, number, points(rows, "ratio"), label=f"{_imbalance_of(rank_means(run)):.2f}"))
+        lines.append(Line(run.label, number, points(records, "ratio"), label=f"{_imbalance_of(rank_means(run)):.2f}"))
     note = "1: all ranks need the same time for data and compute"
     return Panel("lines", "Slowest rank", "times the median of the others", lines=lines, note=note)
 
@@ -277,7 +300,7 @@ def _imbalance(runs: Sequence[RunData]) -> Panel:
 
 
 def scaling_panels(runs: Sequence[RunData]) -> list[Panel]:
-    """Return panels of throughput and efficiency over the number of processes, for backends that ran on several."""
+    """Return panels of throughput and efficiency over the number of processes, for backends that ran with more than one."""
     found: dict[str, dict[int, float]] = {}
     for run in runs:
         if run.world_size and run.samples_per_second:

@@ -1,4 +1,4 @@
-"""Read what a run left in its directory, also while it runs and after it was killed. Loads no framework."""
+"""Read the files in the directory of a run, even while the run is active or after it was killed. Loads no framework."""
 
 from __future__ import annotations
 
@@ -13,33 +13,39 @@ from typing import Any
 
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
+from distributed.runs.recorded import read_recorded
 from distributed.runs.summary import read_result
 
-Row = dict[str, Any]
-# Names in a row that are not metrics.
+Record = dict[str, Any]
+# Names in a record that are not metrics.
 POSITION = frozenset({"step", "epoch", "time", "split"})
 
 
 @dataclasses.dataclass(frozen=True)
 class RunData:
-    """One run as read from its files. Times are seconds since its first row or event."""
+    """One run as read from its files. Times are in seconds since the first record or event of the run."""
 
     path: Path
     label: str
-    train: Sequence[Row]  # one per log line
-    val: Sequence[Row]  # one per validation
-    times: Sequence[Row]  # one per log line: the seconds that the parts of an update took
-    events: Sequence[Row]  # with the step at which each happened
+    train: Sequence[Record]  # one per log line
+    val: Sequence[Record]  # one per validation
+    times: Sequence[Record]  # one per log line: the seconds that the parts of an update took
+    events: Sequence[Record]  # with the step at which each happened
     result: Mapping[str, Any]
     settings: Mapping[str, Any]
     sources: Mapping[str, str]
     hyperparameters: Mapping[str, Any]
     script: str | None
+    media: Sequence[Record]  # one per image, text or the like that was logged
 
     @property
     def world_size(self) -> int:
         """Number of processes, 0 if unknown."""
         return int(self.result.get("world_size") or 0)
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.result.get("num_nodes") or 1)
 
     @property
     def backend(self) -> str:
@@ -63,29 +69,30 @@ def read_run(path: Path, label: str | None = None) -> RunData:
         label: the name of the run on the page; by default the name of the directory.
 
     Raises:
-        ConfigError: it is not a run directory, cannot be read or has no metrics yet.
+        ConfigError: `path` is not a run directory, cannot be read or has no metrics yet.
     """
     run = RunDirectory(path)
     _check(run)
     try:
-        rows = _read_rows(run.metrics)
-        times, events = _read_rows(run.times), _read_rows(run.events, needs="event")
+        records = _read_records(run.metrics)
+        times, events = _read_records(run.times), _read_records(run.events, needs="event")
+        media = _read_records(run.media, needs="path")
     except OSError as error:
         raise ConfigError(f"run {str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
-    if not rows:
+    if not records:
         raise ConfigError(
             f"run {str(path)!r} has no metrics yet: wait for its first log line (see log_every_n_steps), or name another run"
         )
-    began = min(row["time"] for row in (*rows[:1], *events[:1]))
-    for row in (*rows, *times, *events):
-        row["time"] -= began
-    config = _read_config(path / "config.yaml")
+    began = min(record["time"] for record in (*records[:1], *events[:1]))
+    for record in (*records, *times, *events):
+        record["time"] -= began
+    config = read_recorded(path / "config.yaml")
     return RunData(
         path=path, label=label or path.resolve().name,
-        train=[row for row in rows if row.get("split") != "val"], val=[row for row in rows if row.get("split") == "val"],
-        times=times, events=_at_steps(events, rows), result=read_result(path / "result.json") or {},
+        train=[record for record in records if record.get("split") != "val"], val=[record for record in records if record.get("split") == "val"],
+        times=times, events=_at_steps(events, records), result=read_result(path / "result.json") or {},
         sources=config.pop("sources", None) or {}, script=config.pop("script", None),
-        hyperparameters=config.pop("hyperparameters", None) or {}, settings=config,
+        hyperparameters=config.pop("hyperparameters", None) or {}, settings=config, media=media,
     )  # fmt: skip
 
 
@@ -95,7 +102,7 @@ def read_runs(paths: Sequence[Path]) -> list[RunData]:
 
 
 def labels(paths: Sequence[Path]) -> list[str]:
-    """Return for each path as many of its last parts as make all of them differ."""
+    """Return the last parts of each path, as few as are needed so that no two paths look the same."""
     parts = [path.resolve().parts for path in paths]
     if len(set(parts)) < len(parts):
         twice = next(path for path, its in zip(paths, parts, strict=True) if parts.count(its) > 1)
@@ -107,6 +114,7 @@ def labels(paths: Sequence[Path]) -> list[str]:
 
 
 def _check(run: RunDirectory) -> None:
+    """Raise ConfigError if `run` is not a run directory that can be read and has metrics."""
     path = run.path
     if not path.exists():
         raise ConfigError(f"run {str(path)!r} does not exist: name a run directory")
@@ -123,23 +131,26 @@ def _check(run: RunDirectory) -> None:
     inside = sorted(each.parent.name for each in path.glob("*/metrics.jsonl"))
     hint = f"it holds {len(inside)}, as {str(path / inside[-1])!r}: name" if inside else "name"
     raise ConfigError(
-        f"{str(path)!r} is not a run directory (it has no metrics.jsonl): {hint} a run, or a sweep's directory"
+        f"{str(path)!r} is not a run directory (it has no metrics.jsonl): {hint} a run, or a search's directory"
     )
 
 
-def _read_rows(path: Path, needs: str = "step") -> list[Row]:
+def _read_records(path: Path, needs: str = "step") -> list[Record]:
     """Return the JSON objects of the lines that have `needs`, a time and, if they have a step, a numeric one.
 
-    Other lines are left out, such as a line that a killed writer left unfinished.
+    Other lines are left out, such as a line that a killed writer left incomplete.
     """
     try:
         lines = path.read_bytes().splitlines()
     except FileNotFoundError:
         return []
     return [
-        row
-        for row in _parsed(lines)
-        if isinstance(row, dict) and needs in row and _is_finite(row.get("time")) and _is_finite(row.get("step", 0))
+        record
+        for record in _parsed(lines)
+        if isinstance(record, dict)
+        and needs in record
+        and _is_finite(record.get("time"))
+        and _is_finite(record.get("step", 0))
     ]
 
 
@@ -162,9 +173,9 @@ def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:
             yield json.loads(line)
 
 
-def _at_steps(events: list[Row], rows: Sequence[Row]) -> list[Row]:
+def _at_steps(events: list[Record], records: Sequence[Record]) -> list[Record]:
     """Return the events, each with a step: its own, or the last step that is known at its time."""
-    known = sorted((each["time"], each["step"]) for each in (*rows, *events) if isinstance(each.get("step"), int))
+    known = sorted((each["time"], each["step"]) for each in (*records, *events) if isinstance(each.get("step"), int))
     position = step = 0
     for event in sorted(events, key=lambda event: float(event["time"])):
         while position < len(known) and known[position][0] <= event["time"]:
@@ -172,18 +183,3 @@ def _at_steps(events: list[Row], rows: Sequence[Row]) -> list[Row]:
             position += 1
         event.setdefault("step", step)
     return events
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """Return the content of config.yaml, or nothing if it is missing. Raises ConfigError if it cannot be read."""
-    import yaml
-
-    try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
-        content = yaml.load(path.read_bytes(), loader)
-    except FileNotFoundError:
-        return {}
-    except (OSError, yaml.YAMLError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not YAML"
-        raise ConfigError(f"{str(path)!r} cannot be read ({why}): repair it, or remove it") from None
-    return content if isinstance(content, dict) else {}

@@ -1,4 +1,4 @@
-"""The plots of a sweep: every trial, all parameters together, and the importance of each."""
+"""The plots of a search: every trial, all parameters together, and the importance of each."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FILE = "sweep.json"
 _NUM_TREES = 100
 _MIN_TRIALS = 8  # with fewer trials a random forest is meaningless
 _MAX_CURVES = 60
-_FEW = 5  # up to so many values of a parameter are all written beside its axis
+_FEW = 5  # if a parameter has at most so many values, all of them are written beside its axis
 
 
 @dataclasses.dataclass(frozen=True)
 class TrialData:
-    """One trial. `value` is the sweep's metric, NaN if the trial reported none."""
+    """One trial. `value` is the search's metric, NaN if the trial reported none."""
 
     id: str
     config: Mapping[str, Any]
@@ -59,7 +59,7 @@ class SweepData:
 
 
 def read_sweep(directory: Path) -> SweepData:
-    """Return the sweep in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
+    """Return the search in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
     path = directory / FILE
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -89,13 +89,13 @@ def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> TrialDat
 
 
 def sweep_panels(sweep: SweepData) -> list[Panel]:
-    """Return the panels of a sweep: trials in order, their curves, parallel coordinates, importance."""
+    """Return the panels of a search: trials in order, their curves, parallel coordinates, importance."""
     panels = [_trials(sweep), _curves(sweep), _parallel(sweep), _importance(sweep)]
     return [dataclasses.replace(panel, group="Sweep") for panel in panels if panel.lines or panel.more]
 
 
 def _trials(sweep: SweepData) -> Panel:
-    """Return the panel of each trial's metric in the order of the sweep, and of the best so far."""
+    """Return the panel of each trial's metric in the order of the search, and of the best so far."""
     found = [(number, trial) for number, trial in enumerate(sweep.trials, 1) if math.isfinite(trial.value)]
     numbers = [number for number, _ in found]
     better = max if sweep.mode == "max" else min
@@ -172,7 +172,7 @@ def _parallel(sweep: SweepData) -> Panel:
         }
         for trial, height in zip(trials, heights, strict=True)
     ]
-    # The worst trials of a sweep are often outliers, so the colour follows the rank of the metric.
+    # The worst trials of a search are often outliers, so the colour follows the rank of the metric.
     more = {"axes": axes, "trials": lines, "metric": sweep.metric, "best": short(values[0]), "worst": short(values[-1])}
     note = f"one line per trial; colour: {sweep.metric} by rank, the best is thick"
     return Panel("parallel", "Parameters", note=note, is_wide=True, more=more)
@@ -180,7 +180,8 @@ def _parallel(sweep: SweepData) -> Panel:
 
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     """Return where each value lies on the axis, from 0 to 1, and the labels of the axis."""
-    numbers = [value for value in values if _is_finite(value)]  # if one is missing, all are treated as words
+    # If a value is not a number, all values are treated as words.
+    numbers = [value for value in values if _is_finite(value)]
     if len(numbers) < len(values) or len(set(numbers)) <= 1:
         words = sorted({str(value) for value in values})
         heights = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
@@ -260,7 +261,8 @@ def _importances(names: Sequence[str], trials: Sequence[TrialData]) -> dict[str,
     inputs = [list(row) for row in zip(*table, strict=True)]
     order = sorted(range(len(trials)), key=lambda each: trials[each].value)
     ranks = [0.0] * len(trials)
-    for rank, each in enumerate(order):  # ranks instead of values: a diverged trial would outweigh all others
+    # Use the rank of a trial instead of its value, because a diverged trial would outweigh all others.
+    for rank, each in enumerate(order):
         ranks[each] = float(rank)
     forest = RandomForestRegressor(_NUM_TREES, random_state=0).fit(inputs, ranks)
     drops = permutation_importance(forest, inputs, ranks, n_repeats=10, random_state=0).importances_mean

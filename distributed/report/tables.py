@@ -1,22 +1,20 @@
-"""The pages of one run, several runs and a sweep: the text and tables around the plots."""
+"""The pages of one run, several runs and a search: the text and tables around the plots."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from distributed.loggers.wording import duration
-from distributed.report.curves import readable
+from distributed.report.figures import differences, figures, number_text, value_text
+from distributed.report.gallery import logged_sections
 from distributed.report.page import Section, escape, facts, folded, page, table
-from distributed.report.panels import EVENTS, mean_times, run_panels
+from distributed.report.panels import EVENTS, run_panels
 from distributed.report.runs import RunData
 from distributed.report.sweep import SweepData, TrialData, sweep_panels
 
 _FIT = {"finished": "good", "failed": "bad", "interrupted": "bad"}
-_DIRECTORIES = ("checkpoint_dir", "tensorboard_dir", "run_dir")
 _SHORT = ".4g"
 
 
@@ -24,7 +22,7 @@ def run_page(run: RunData) -> str:
     """Return the page of one run."""
     return page(
         run.label, _under(run), [Section("", _summary(run))], run_panels([run]),
-        [Section("Settings", _settings(run)), Section("What happened", _journal(run))], _longest([run]),
+        [*logged_sections(run), Section("Settings", _settings(run)), Section("What happened", _journal(run))], _longest([run]),
     )  # fmt: skip
 
 
@@ -37,7 +35,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
 
 
 def sweep_page(sweep: SweepData) -> str:
-    """Return the page of a sweep."""
+    """Return the page of a search."""
     return page(
         f"Sweep {sweep.path.resolve().name}", f"{sweep.metric}, {sweep.mode} is best; {_written()}",
         [Section("", _sweep_facts(sweep))], sweep_panels(sweep), [Section("Trials, the best first", _trials(sweep))], 0.0,
@@ -49,7 +47,7 @@ def _written() -> str:
 
 
 def _longest(runs: Sequence[RunData]) -> float:
-    return max(float(row["time"]) for run in runs for row in (*run.train, *run.val, *run.events))
+    return max(float(record["time"]) for run in runs for record in (*run.train, *run.val, *run.events))
 
 
 # ------------------------------------------------------------------ one run
@@ -61,69 +59,32 @@ def _under(run: RunData) -> str:
 
 
 def _summary(run: RunData) -> str:
-    values = {"status": run.status, **_figures(run)}
+    values = {"status": run.status, **figures(run)}
     text = facts(values, {"status": _FIT.get(run.status, "")})
     if error := run.result.get("error"):
         text += f'<p class="error">{escape(error)}</p>'
     return text
 
 
-def _figures(run: RunData) -> dict[str, str]:
-    """Return the known figures of a run by name: backend, steps, times, throughput and best metrics."""
-    result = run.result
-    rows = (*run.train, *run.val)
-    step = max([row["step"] for row in rows] + [result.get("steps") or 0])
-    total = result.get("total_time") if run.status != "running" else max(row["time"] for row in rows)
-    values = {
-        "backend": run.backend, "processes": str(run.world_size or ""), "global batch": str(run.settings.get("global_batch_size") or ""),
-        "steps": f"{step:,}", "epochs": str(result.get("epochs", "")), "time": duration(total) if total else "",
-        "samples per second": f"{run.samples_per_second:,.0f}" if run.samples_per_second else "",
-    }  # fmt: skip
-    best = {
-        f"best {name}": _number(value)
-        for name, value in (result.get("best_metrics") or {}).items()
-        if name != "grad_norm"
-    }
-    shares = mean_times(run)
-    stalled = shares["data_s"] / sum(shares.values()) if sum(shares.values()) else 0.0
-    values["waiting for data"] = f"{stalled:.0%}" if run.times else ""
-    values["restarts"] = str(sum(event["event"] == "restarted" for event in run.events))
-    return {name: value for name, value in (values | best).items() if value}
-
-
-def _number(value: Any) -> str:
-    return readable(value) if isinstance(value, (int, float)) else "not finite" if value is None else str(value)
-
-
 def _settings(run: RunData) -> str:
+    """Return the tables of the given settings, of hyperparameters, and, folded, of settings at their defaults."""
     if not run.settings:
         return '<p class="note">no config.yaml</p>'
     given = {name: value for name, value in run.settings.items() if name in run.sources}
     rest = {name: value for name, value in run.settings.items() if name not in run.sources}
     text = (
-        table(("setting", "value", "from"), [(name, _value(v), run.sources[name]) for name, v in given.items()])
+        table(("setting", "value", "from"), [(name, value_text(v), run.sources[name]) for name, v in given.items()])
         if given
         else ""
     )
     if run.hyperparameters:
         text += "<h3>Hyperparameters</h3>" + table(
-            ("name", "value"), [(n, _value(v)) for n, v in run.hyperparameters.items()]
+            ("name", "value"), [(n, value_text(v)) for n, v in run.hyperparameters.items()]
         )
     return text + folded(
         f"{len(rest)} settings at their defaults",
-        table(("setting", "value"), [(n, _value(v)) for n, v in rest.items()]),
+        table(("setting", "value"), [(n, value_text(v)) for n, v in rest.items()]),
     )
-
-
-def _value(value: Any, form: str = "") -> str:
-    """Return a value as text. `form` is the format of floats; by default they have all their digits."""
-    if value is None or value == {}:
-        return "-"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return f"{value:{form}}"
-    return json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)
 
 
 def _journal(run: RunData) -> str:
@@ -149,24 +110,21 @@ def clock(seconds: float) -> str:
 
 
 def _results(runs: Sequence[RunData]) -> str:
-    figures = [{"status": run.status, **_figures(run)} for run in runs]
-    heads = list(dict.fromkeys(name for each in figures for name in each))
-    rows = [(run.label, *(each.get(name, "") for name in heads)) for run, each in zip(runs, figures, strict=True)]
+    values = [{"status": run.status, **figures(run)} for run in runs]
+    heads = list(dict.fromkeys(name for each in values for name in each))
+    rows = [(run.label, *(each.get(name, "") for name in heads)) for run, each in zip(runs, values, strict=True)]
     return table(("run", *heads), rows, colors=range(len(runs)), is_tight=True)
 
 
 def _differences(runs: Sequence[RunData]) -> str:
     """Return a table with one row per setting or hyperparameter that is not the same in all runs."""
-    every = [{**run.settings, **run.hyperparameters, "script": run.script} for run in runs]
-    names = [name for name in dict.fromkeys(name for each in every for name in each) if name not in _DIRECTORIES]
-    rows = [(name, *(_value(each.get(name)) for each in every)) for name in names]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
+    rows = [(name, *map(value_text, values)) for name, values in differences(runs).items()]
     if not rows:
         return '<p class="note">none: the runs have the same settings</p>'
     return table(("setting", *(run.label for run in runs)), rows)
 
 
-# ------------------------------------------------------------------ a sweep
+# ------------------------------------------------------------------ a search
 
 
 def _sweep_facts(sweep: SweepData) -> str:
@@ -180,7 +138,7 @@ def _sweep_facts(sweep: SweepData) -> str:
     if done:
         values[f"best {sweep.metric}"] = f"{done[0].value:.4g}"
         values["best trial"] = done[0].id
-        values |= {name: _value(done[0].config.get(name), _SHORT) for name in sweep.varied}
+        values |= {name: value_text(done[0].config.get(name), _SHORT) for name in sweep.varied}
     return facts(values)
 
 
@@ -189,8 +147,8 @@ def _trials(sweep: SweepData) -> str:
     order: list[TrialData] = [*sweep.done, *(trial for trial in sweep.trials if not math.isfinite(trial.value))]
     names = sweep.varied
     rows = [
-        (trial.id, _number(trial.value) if math.isfinite(trial.value) else "-", trial.status, trial.epochs or "",
-         *(_value(trial.config.get(name), _SHORT) for name in names))
+        (trial.id, number_text(trial.value) if math.isfinite(trial.value) else "-", trial.status, trial.epochs or "",
+         *(value_text(trial.config.get(name), _SHORT) for name in names))
         for trial in order
     ]  # fmt: skip
     return table(

@@ -1,1 +1,1 @@
-"""The directory of a run: its journal of events, summary, result and history, and files and processes around it. Checkpoints belong to `checkpoints`."""
+"""The directory of a run: journal of events, summary, result, history, and its processes; checkpoints belong in `checkpoints`."""

@@ -15,16 +15,25 @@ import sys
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from distributed.errors import ConfigError
+from distributed.errors import ConfigError, ResourceError
 from distributed.runs.processes import is_running
 
-_PROBE_BYTES = 64 * 1024  # more than the text files of a run need before its first checkpoint
+_PROBE_BYTES = 64 * 1024  # more than the text files of a run need before the first checkpoint
 _LOCK = ".lock"
-SEARCH = "learning-rate"  # directory of a learning rate search below that of the run; further ones get a number
+_PART = ".part"  # in the directory of another node than node 0
+REMOTE = "remote.json"  # file with the address of the copy of the directory in object storage, if there is one
+JOB = "job"  # directory of the files for a scheduler, written before the run
+LEARNING_RATE = "learning-rate"  # directory of a learning rate finder below that of the run; further ones get a number
 _DYING_S = 5.0  # seconds that workers may take to end after their launcher was killed
+
+
+def is_below(path: Path, directory: Path) -> bool:
+    """Return whether `path` is an existing file below `directory`, with all links followed."""
+    return path.is_file() and path.resolve().is_relative_to(directory.resolve())
 
 
 def script_name() -> str:
@@ -53,12 +62,12 @@ class RunDirectory:
 
     def __init__(self, path: str | os.PathLike[str], name: str = "run directory", flag: str = "--run-dir") -> None:
         self.path = Path(path)
-        self._name, self._flag = name, flag  # for messages
+        self._name, self._flag = name, flag  # names of the setting and its flag, for messages
         self._lock_fd: int | None = None
 
     @property
     def logs(self) -> Path:
-        """The directory of the ranks' own output."""
+        """The directory with the output of each rank."""
         return self.path / "logs"
 
     @property
@@ -73,8 +82,13 @@ class RunDirectory:
 
     @property
     def times(self) -> Path:
-        """The file with one JSON object per log line: where the time went."""
+        """The file with one JSON object per log line: the seconds of each part of an update."""
         return self.path / "times.jsonl"
+
+    @property
+    def media(self) -> Path:
+        """The file with one JSON object per image, text or the like that was logged."""
+        return self.path / "media.jsonl"
 
     @property
     def events(self) -> Path:
@@ -85,11 +99,12 @@ class RunDirectory:
         """Create the directory and prove that it can be used. Launcher only.
 
         Raises:
-            ConfigError: it is no directory, belongs to a live run, cannot be written, is full, or holds an earlier run
-                and `resume` is false.
+            ConfigError: the path is not a directory or cannot be written, the disk is full, or the directory holds an earlier
+                run and `resume` is false.
+            ResourceError: a live run holds the directory.
         """
         self._create()
-        if holder := self._live_holder():
+        if holder := self.live_holder():
             raise self._in_use(holder)
         if not resume and self._names() - {_LOCK}:
             raise ConfigError(
@@ -103,15 +118,54 @@ class RunDirectory:
         self._create()
         self._prove_writable()
 
+    def prove_part(self, whose: str) -> None:
+        """As `prove`, for the directory of a node that is not node 0, which says so unless it shares the directory of node 0."""
+        self.prove()
+        if not (self.path / _LOCK).exists():
+            (self.path / _PART).write_text(f"{whose}\n")
+
+    @property
+    def part_of(self) -> str:
+        """Return the node whose files are here if the run itself is on another one, else ""."""
+        if (self.path / _LOCK).exists():
+            return ""
+        try:
+            return (self.path / _PART).read_text(errors="replace").strip()
+        except OSError:
+            return ""
+
     def check_idle(self) -> None:
-        """Raise ConfigError if a live run holds the directory."""
-        if holder := self._live_holder():
+        """Raise ResourceError if a live run holds the directory."""
+        if holder := self.live_holder():
             raise self._in_use(holder)
 
-    def lock(self) -> None:
-        """Hold the directory until this process and all that it forks have ended.
+    @property
+    def was_locked(self) -> bool:
+        """Return whether a run has ever locked the directory."""
+        return (self.path / _LOCK).exists()
 
-        Raises ConfigError if another run holds it.
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the lock of a run that has ended for the time of the `with` block, without changing a file.
+
+        Raises ResourceError if a live run holds it.
+        """
+        try:
+            fd = os.open(self.path / _LOCK, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:
+            yield
+            return
+        try:
+            if holder := _take(fd):
+                raise self._in_use(holder)
+            yield
+        finally:
+            os.close(fd)
+
+    def lock(self) -> None:
+        """Lock the directory until this process and all processes that it forks have ended.
+
+        Raises ResourceError if another run holds it.
         """
         fd = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         if holder := _take(fd):
@@ -127,42 +181,73 @@ class RunDirectory:
             os.close(self._lock_fd)
             self._lock_fd = None
 
+    def holder(self) -> str:
+        """Return who has locked the directory, without waiting and without touching the lock, or "" if nobody has.
+
+        A holder on another machine counts as long as it has not released the lock itself.
+        """
+        try:
+            text = (self.path / _LOCK).read_text(errors="replace").strip()
+            inode = (self.path / _LOCK).stat().st_ino
+        except OSError:
+            return ""
+        if not re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}", text):
+            return text
+        try:
+            locked = re.findall(r"FLOCK .*:(\d+) 0 EOF", Path("/proc/locks").read_text())
+        except OSError:  # not Linux
+            return "" if _is_dead(text) else text
+        return text if str(inode) in locked else ""
+
+    def live_holder(self) -> str:
+        """Return who holds the lock, or "" if nobody does. Take the lock for a moment to find out."""
+        try:
+            fd = os.open(self.path / _LOCK, os.O_RDONLY)
+        except OSError:
+            return ""
+        try:
+            return _take(fd)
+        finally:
+            os.close(fd)
+
     def event(self, name: str, **detail: Any) -> None:
-        """Append one line to events.jsonl; one write, so that lines of several processes never mix."""
+        """Append one line to events.jsonl with a single write, so that lines of several processes never mix."""
         line = json.dumps({"time": time.time(), "event": name, **detail}) + "\n"
-        with contextlib.suppress(OSError):  # a full disk costs lines, not the run
+        with contextlib.suppress(OSError):  # with a full disk, lines are lost, but the run goes on
             fd = os.open(self.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
             try:
                 os.write(fd, line.encode())
             finally:
                 os.close(fd)
 
-    def read_events(self, begin: int = 0) -> list[dict[str, Any]]:
-        """Return what `event` wrote from byte `begin` of the file on, oldest first, without half a line of a killed writer."""
+    def read_events(self, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
+        """Return the events from byte `begin` of the file to `end`, oldest first.
+
+        Other lines are ignored, such as one that a killed writer left incomplete.
+        """
         events = []
         with contextlib.suppress(FileNotFoundError):
-            for line in self.events.read_bytes()[begin:].decode(errors="replace").splitlines():
+            for line in self.events.read_bytes()[begin:end].decode(errors="replace").splitlines():
                 with contextlib.suppress(ValueError):
                     events.append(json.loads(line))
-        return events
+        return [event for event in events if isinstance(event, dict) and "event" in event]
 
     def events_size(self) -> int:
-        """Return the size of events.jsonl in bytes: a later `read_events` begins there."""
+        """Return the size of events.jsonl in bytes, to pass to a later `read_events`."""
         return self.events.stat().st_size if self.events.exists() else 0
 
     def last_failure(self, begin: int) -> dict[str, Any] | None:
-        """Return the newest event from byte `begin` on that says why the workers failed or did not start, or None."""
-        failures = [event for event in self.read_events(begin) if event["event"] in ("worker_failed", "not_started")]
-        return failures[-1] if failures else None
+        """Return the newest event from byte `begin` on with the reason why workers failed or did not start, or None."""
+        return last_failure_of(self.read_events(begin))
 
     def has_gone_on(self, checkpoint: str) -> bool:
-        """Return whether a launch has gone on from `checkpoint`, at which a callback had stopped the run, since it was saved."""
+        """Return whether a launch has resumed from `checkpoint` since it was saved, when a callback stopped the run there."""
         events = [event for event in self.read_events() if event.get("checkpoint") == checkpoint]
         decisive = [event for event in events if event["event"] == "checkpoint_saved" or "after" in event]
         return bool(decisive) and "after" in decisive[-1]
 
     def check_resumable(self) -> None:
-        """Raise ConfigError if the directory does not exist, or holds files and none of a run.
+        """Raise ConfigError if the directory does not exist, or holds files but none of a run.
 
         An empty directory is accepted: it belongs to an attempt that ended before it wrote anything, or was created so
         that a scheduler can repeat one command with `--resume` from the first attempt on.
@@ -181,16 +266,16 @@ class RunDirectory:
             )
 
     def _nearest_run(self) -> str:
-        """Return a run of a similar name, beside this directory or under `runs`, as a phrase for a message, or ""."""
+        """Return a phrase for a message with a run of a similar name beside this directory or under `runs`, or ""."""
         parents = [parent for parent in (self.path.parent, Path("runs")) if parent.is_dir()]
         runs = {each.name: each for parent in parents for each in parent.iterdir() if (each / self.events.name).exists()}
         close = difflib.get_close_matches(self.path.name, runs, n=1, cutoff=0.6)
         return f" (did you mean {str(runs[close[0]])!r}?)" if close else ""
 
     def _names(self) -> set[str]:
-        """Return the names in the directory, without those of searches, which come before the run."""
+        """Return the names in the directory, without what comes before the run: learning rate finders, the job, the address of the copy."""
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
-        return {name for name in names if not re.fullmatch(rf"{SEARCH}(-\d+)?", name)}
+        return {name for name in names if name not in (REMOTE, _PART) and not re.fullmatch(rf"{JOB}|{LEARNING_RATE}(-\d+)?", name)}
 
     def _create(self) -> None:
         try:
@@ -201,17 +286,6 @@ class RunDirectory:
             ) from None
         except OSError as error:
             raise self._unusable(error) from None
-
-    def _live_holder(self) -> str:
-        """Return who holds the lock, or "" if nobody does."""
-        try:
-            fd = os.open(self.path / _LOCK, os.O_RDONLY)
-        except OSError:
-            return ""
-        try:
-            return _take(fd)
-        finally:
-            os.close(fd)
 
     def _prove_writable(self) -> None:
         probe = self.path / f".probe-{os.getpid()}"
@@ -237,16 +311,22 @@ class RunDirectory:
             f"{self._name} {str(self.path)!r} cannot be written ({error.strerror}): name another with {self._flag}"
         )
 
-    def _in_use(self, holder: str) -> ConfigError:
-        return ConfigError(
+    def _in_use(self, holder: str) -> ResourceError:
+        return ResourceError(
             f"{self._name} {str(self.path)!r} is in use by {holder}: stop that, or name another with {self._flag}"
         )
 
 
-def _take(fd: int) -> str:
-    """Lock the open file, or return who holds it.
+def last_failure_of(events: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the newest of `events` with the reason why workers failed or did not start, or None."""
+    kinds = ("worker_failed", "node_failed", "not_started")
+    return next((event for event in reversed(events) if event["event"] in kinds), None)
 
-    The workers of a launcher that was just killed may still be ending: they get some seconds.
+
+def _take(fd: int) -> str:
+    """Lock the open file and return "", or return who holds the lock.
+
+    Wait for some seconds if the launcher that took the lock was just killed, because its workers may still be ending.
     """
     deadline = time.monotonic() + _DYING_S
     while True:
@@ -261,6 +341,6 @@ def _take(fd: int) -> str:
 
 
 def _is_dead(holder: str) -> bool:
-    """Return whether a holder, in the words of `lock`, was a process of this machine that has ended."""
+    """Return whether `holder`, a text that `lock` wrote, names a process of this machine that has ended."""
     found = re.fullmatch(rf"process (\d+) on {re.escape(socket.gethostname())}", holder)
     return found is not None and not is_running(int(found[1]))

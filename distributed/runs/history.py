@@ -13,22 +13,26 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(repr=False)
 class History:
-    """What `fit` returns: one row per epoch (also of the one that `max_steps` cut off) and what was best."""
+    """Hold what `fit` returns: one row per epoch (also for an epoch that `max_steps` cut off) and the best values.
+
+    With `validate_every_n_steps` or `validate_every_s` there is one row per validation instead.
+    """
 
     rows: list[dict[str, float]]
     best_metrics: dict[str, float]
-    total_time: float  # seconds, of all attempts
+    total_time: float  # in seconds, over all attempts
     steps: int = 0
     run_dir: str | None = None
     stop_reason: str | None = None
 
     @classmethod
     def of(cls, state: TrainState, run_dir: str, total_time: float) -> History:
-        """Return the history of a run that ended, or was saved, in `state`."""
+        """Return the history of a run whose last state is `state`."""
         return cls(list(state.rows), dict(state.best), total_time, state.step, run_dir, state.stop_reason)
 
     def __repr__(self) -> str:
-        epochs, best = len(self.rows), {n: v for n, v in self.best_metrics.items() if n.startswith("val_")}
+        epochs = int(self.rows[-1]["epoch"]) if self.rows else 0
+        best = {n: v for n, v in self.best_metrics.items() if n.startswith("val_")}
         parts = [
             f"{epochs} epoch{'s' * (epochs != 1)}", f"{self.steps} step{'s' * (self.steps != 1)}", f"in {self.total_time:.1f} s",
             *(f"best {name} {value:.4g}" for name, value in list((best or self.best_metrics).items())[:2]),
@@ -39,11 +43,16 @@ class History:
 
     @property
     def best_accuracy(self) -> float:
-        """The best `val_accuracy`, or the best training `accuracy` if nothing was validated, or NaN without either."""
-        return self.best_metrics.get("val_accuracy", self.best_metrics.get("accuracy", float("nan")))
+        """The best `val_accuracy`, or the best of several validation sets, or the best training `accuracy` if nothing was validated.
+
+        NaN without any of them.
+        """
+        best = self.best_metrics
+        of_sets = [value for name, value in best.items() if name.startswith("val_") and name.endswith("_accuracy")]
+        return max(of_sets) if of_sets else best.get("accuracy", float("nan"))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a data frame, one per epoch. Needs pandas."""
+        """Return the rows as a data frame. Needs pandas."""
         import pandas
 
         return pandas.DataFrame(self.rows)

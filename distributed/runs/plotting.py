@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from distributed.runs.shown_figure import ShownFigure
     from distributed.runs.history import History
 
-# What a row holds beside metrics: where training stood and how fast it went.
+# The names in a row that are not metrics: the position and the speed of training.
 _BOOKKEEPING = frozenset(
     {"epoch", "step", "steps", "time", "seconds", "samples_seen", "samples_per_second", "learning_rate", "grad_norm"}
 )
@@ -29,8 +29,8 @@ def plot_history(history: History, path: str | Path | None = None) -> Figure:
 
     Args:
         history: what `fit` returned.
-        path: the file to save it to, in the format of its suffix (png, svg, pdf), or None. Main process only, like
-            every file.
+        path: the file to save the figure to, in the format of its suffix (png, svg, pdf), or None. As with every file,
+            only the main process should write it.
 
     Raises:
         ResourceError: matplotlib is missing.
@@ -78,15 +78,18 @@ def _title(history: History) -> str:
 
 
 def _draw(axes: Axes, rows: Sequence[dict[str, float]], names: Sequence[str]) -> None:
-    """Draw one line per metric. Validation metrics are dashed."""
+    """Draw one line per metric, over the epochs, or over the steps if an epoch has several rows. Validation metrics are dashed."""
     from matplotlib.ticker import MaxNLocator
 
+    epochs = [row.get("epoch", i + 1) for i, row in enumerate(rows)]
+    is_by_steps = len(set(epochs)) < len(epochs)
+    places = [row["step"] for row in rows] if is_by_steps else epochs
     for position, name in enumerate(names):
-        epochs = [row.get("epoch", i + 1) for i, row in enumerate(rows) if name in row]
+        where = [place for place, row in zip(places, rows, strict=True) if name in row]
         values = [row[name] for row in rows if name in row]
         style = "--" if name.startswith(_VAL) else "-"
-        axes.plot(epochs, values, style, color=f"C{position}", marker="o", markersize=3, label=name)
-    axes.set_xlabel("epoch")
+        axes.plot(where, values, style, color=f"C{position}", marker="o", markersize=3, label=name)
+    axes.set_xlabel("step" if is_by_steps else "epoch")
     axes.set_ylabel(_base(names[0]) if len({_base(name) for name in names}) == 1 else "metric")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.grid(alpha=0.3)

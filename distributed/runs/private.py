@@ -1,4 +1,4 @@
-"""Directories whose files are run as code, such as the caches of compilers: nobody else may be able to write there."""
+"""Directories whose files are run as code, such as the caches of compilers: no other user may be able to write there."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _WRITABLE, _BY_EVERYBODY, _BY_GROUP = stat.S_IWGRP | stat.S_IWOTH, stat.S_IWOTH,
 
 
 def own_directory(path: Path) -> str | None:
-    """Make the directory `path` if it does not exist, with mode 0700, and so its missing parents.
+    """Create the directory `path` and its missing parents with mode 0700, if it does not exist.
 
-    Return why its content can come from somebody else, in a few words, or None if it can come from this user (and root) alone.
-    An empty directory of this user is closed to others and is then as good as a new one.
+    Return in a few words why the content of the directory can come from another user, or None if it can only come from this user
+    or root. An existing empty directory of this user gets mode 0700 and then counts as a new one.
     """
     try:
         _make(path)
@@ -28,7 +28,7 @@ def own_directory(path: Path) -> str | None:
 
 
 def stranger(path: Path) -> str | None:
-    """Return why the content of the directory `path` can come from somebody else than this user and root, or None."""
+    """Return why the content of the directory `path` can come from a user other than this user and root, or None."""
     try:
         found = path.lstat()
         if stat.S_ISLNK(found.st_mode):
@@ -43,19 +43,19 @@ def stranger(path: Path) -> str | None:
 
 
 def cache_home() -> Path:
-    """Return this package's directory in the user's cache. RuntimeError where the user has no home."""
+    """Return this package's directory in the user's cache. Raises RuntimeError if the user has no home directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distributed-trainer"
 
 
 def _make(path: Path) -> None:
     for parent in [*reversed(path.parents), path]:
         if not os.path.lexists(parent):
-            with contextlib.suppress(FileExistsError):  # another rank was faster
+            with contextlib.suppress(FileExistsError):  # another rank has created it first
                 parent.mkdir(mode=0o700)
 
 
 def _above(path: Path) -> str | None:
-    """Return why the directory could be replaced by another one, or None."""
+    """Return why another user could replace the directory by another one, or None."""
     for parent in {*path.absolute().parents, *path.resolve().parents}:
         found = parent.lstat()
         if found.st_uid not in (0, os.geteuid()):
@@ -67,7 +67,7 @@ def _above(path: Path) -> str | None:
 
 
 def _below(path: Path, mode: int) -> str | None:
-    """Return why something in the directory could be from another user, who was able to write there, or None."""
+    """Return why an entry of the directory could come from another user, or None."""
     unwanted = _BY_EVERYBODY | (_BY_GROUP if mode & stat.S_IXGRP else 0)
     for entry in _entries(path):
         with contextlib.suppress(FileNotFoundError):  # a file that another rank renames

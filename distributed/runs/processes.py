@@ -1,4 +1,7 @@
-"""Signals and lifetimes of processes, as the launcher and its children use them."""
+"""Signals and lifetimes of processes, as the launcher and its children use them.
+
+psutil is not used: the launcher does not depend on it, and of these functions it could replace only `is_running`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # after one of them a run saves and ends
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # after one of these signals, a run saves its state and ends
+# With this signal the launcher makes the workers of a run save and end, so that the run goes on with another number of them. They
+# ignore it while they do not train.
+REGROUP_SIGNAL = signal.SIGUSR2
 
 _PR_SET_PDEATHSIG = 1
 
@@ -24,7 +30,7 @@ def heeded_signals() -> tuple[signal.Signals, ...]:
 
 
 class _Interrupts:
-    """Handle Ctrl-C as Python does, and remember that there was one."""
+    """Handle Ctrl-C as Python does, and record that Ctrl-C was pressed."""
 
     def __init__(self) -> None:
         self.has_come = False
@@ -35,16 +41,17 @@ class _Interrupts:
 
 
 def keep_interrupts() -> None:
-    """Make `raise_kept` raise a Ctrl-C that was swallowed after this call. Main thread only."""
+    """From now on, record Ctrl-C, so that `raise_kept` raises one that was swallowed. Main thread only."""
     signal.signal(signal.SIGINT, _Interrupts())
 
 
 @contextlib.contextmanager
 def interrupts_kept() -> Iterator[None]:
-    """Keep a Ctrl-C that is swallowed inside the block: `raise_kept` raises it, or the end of the block.
+    """Record a Ctrl-C that is swallowed inside the block. `raise_kept` or the end of the block then raises it.
 
-    The import of a C extension may swallow one: Cython drops what is raised while it registers its classes. This has
-    an effect only in the main thread, and if Ctrl-C has Python's own meaning.
+    Workaround (Cython 3.2, no upstream issue known; may go when Cython passes on what is raised while it registers its
+    classes): the import of a C extension may swallow one, because Cython drops it. This has an effect only in the main
+    thread, and if Ctrl-C has Python's own meaning.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -61,23 +68,23 @@ def interrupts_kept() -> Iterator[None]:
 
 
 def raise_kept() -> None:
-    """Raise KeyboardInterrupt for a Ctrl-C that was swallowed. Call it before anything that takes long."""
+    """Raise KeyboardInterrupt if a recorded Ctrl-C was swallowed. Call this before anything that takes long."""
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Interrupts) and handler.has_come:
         raise KeyboardInterrupt
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when process `parent` ends, or already has. Linux only; else nothing."""
+    """Make the kernel kill this process when process `parent` ends, or now if it has ended. Does nothing outside of Linux."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_running(pid: int) -> bool:
-    """Return whether process `pid` runs. A zombie does not. Return True if that cannot be determined."""
+    """Return whether process `pid` is running. A zombie is not. Return True if that cannot be determined."""
     if not Path("/proc/self/stat").exists():
         return True
     try:
@@ -88,5 +95,5 @@ def is_running(pid: int) -> bool:
 
 
 def flush_c_streams() -> None:
-    """Flush what C libraries printed; os._exit does not."""
+    """Flush the output of C libraries, because `os._exit` does not."""
     ctypes.CDLL(None).fflush(None)

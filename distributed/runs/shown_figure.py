@@ -11,13 +11,13 @@ from matplotlib.figure import Figure
 
 
 class ShownFigure(Figure):
-    """A figure with a picture for notebooks.
+    """A figure that a notebook shows as a picture.
 
-    Only figures of pyplot have one by themselves, and pyplot is global state.
+    Without this class, notebooks show only figures of pyplot, and pyplot has global state.
     """
 
     def _repr_png_(self) -> bytes:
-        """Return the picture that IPython shows."""
+        """Return the picture that IPython shows, as PNG."""
         picture = io.BytesIO()
         self.savefig(picture, format="png")
         return picture.getvalue()

@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed.errors import DistributedError
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.runs.directory import SEARCH, RunDirectory
+from distributed.runs.directory import LEARNING_RATE, RunDirectory
 from distributed.state import TrainState, WorkerContext
 from distributed.checkpoints.durable import replace_text
 
@@ -27,12 +27,12 @@ def is_stopped_by_callback(state: TrainState) -> bool:
 
 
 def resume_lines(how: str) -> str:
-    """Return how to go on with an interrupted run. The command has a line of its own, to be copied."""
+    """Return the lines that say how to resume an interrupted run. The command has its own line, so that it can be copied."""
     return f"to continue it:\n  {how}"
 
 
 def resume_setting(checkpoint: Path) -> str:
-    """Return the setting that goes on from `checkpoint`, for a `fit` in code."""
+    """Return the Python code that resumes from `checkpoint`."""
     return f"Trainer(..., resume_from_checkpoint={str(checkpoint)!r})"
 
 
@@ -58,8 +58,8 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
 class Result:
     """RUN/result.json, written by the main process.
 
-    Its status is `running` from the start on, so that nobody takes the end of an earlier attempt for this one's. It
-    has the figures of the newest checkpoint, in case no process is left to write the end.
+    The status is `running` from the start on, so that nobody takes the result of an earlier attempt for that of this attempt. The
+    file has the figures of the newest checkpoint, in case no process is left to write the final ones.
     """
 
     def __init__(self, run: RunDirectory, plan: ProcessPlan, context: WorkerContext) -> None:
@@ -73,6 +73,7 @@ class Result:
             "status": status,
             "backend": self._plan.backend,
             "world_size": self._context.world_size,
+            "num_nodes": self._plan.num_nodes,
             "steps": state.step,
             "epochs": state.epoch,
             "total_time": state.total_time,
@@ -85,19 +86,19 @@ class Result:
         write_result(self._run.path / "result.json", content | ({} if error is None else {"error": error}))
 
     def write_failed(self, state: TrainState, checkpoint: Path | None, error: BaseException) -> None:
-        """Write that the run ended with `error`."""
+        """Write the result of a run that ended with `error`."""
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         self.write(status, state, checkpoint, _one_line(error))
 
 
 def close_results(run: RunDirectory, code: int, error: str | None, on_end: Callable[[RunDirectory, int], None]) -> None:
-    """Write the end into results that no worker closed, when the launcher leaves with `code`.
+    """Write the end of the run into each result that no worker has completed. Called by the launcher before it exits with `code`.
 
     Args:
         run: the run directory.
         code: the exit code of the run.
         error: the cause in one line, or None.
-        on_end: called with each run directory and `code`, for whatever else must know of the end.
+        on_end: called with each run directory and `code`, for example to tell the loggers.
     """
     end = {"status": "interrupted" if code in (130, 143) else "failed"} | ({} if error is None else {"error": error})
     for path in _result_files(run):
@@ -114,20 +115,20 @@ def is_training(run: RunDirectory) -> bool:
 
 
 def _result_files(run: RunDirectory) -> list[Path]:
-    """Return the result files of the run, of its further fits and of its searches. The first one may not exist."""
-    below = (path for part in ("fit-*", f"{SEARCH}*") for path in run.path.glob(f"{part}/result.json"))
+    """Return the result files of the run, of its further fits and of its learning rate finders. The first one may not exist."""
+    below = (path for part in ("fit-*", f"{LEARNING_RATE}*") for path in run.path.glob(f"{part}/result.json"))
     return [run.path / "result.json", *below]
 
 
 def add_warning(run: RunDirectory, text: str, world_size: int) -> None:
-    """Add a warning to the result.json of a run that succeeded. Create the file if no Trainer did."""
+    """Add a warning to the result.json of a run that succeeded. Create the file if no Trainer has created it."""
     path = run.path / "result.json"
     content = {"status": "finished", "world_size": world_size, **(read_result(path) or {})}
     write_result(path, content | {"warnings": [*content.get("warnings", ()), text]})
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """Return the content of a result.json, or None if there is none that can be read."""
+    """Return the content of a result.json, or None if the file is missing or cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -136,7 +137,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path` atomically. A full disk costs the file, not the run."""
+    """Replace `path` atomically. If the disk is full, the file is not written, but the run goes on."""
     replace_text(path, json.dumps(content, indent=1))
 
 

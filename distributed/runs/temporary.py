@@ -1,6 +1,6 @@
 """Temporary directories with mode 0700. If their owner was killed, the next start of the same user removes them.
 
-The owner is a process. The directory records its process id and its start time, because process ids are reused.
+The owner is a process. The directory records the id and the start time of the process, because process ids are reused.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def remove_leftovers(directory: str | os.PathLike[str]) -> None:
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
             if entry.name.startswith(_PREFIXES):
-                with contextlib.suppress(OSError):  # it is not ours, or another process is removing it
+                with contextlib.suppress(OSError):  # the directory belongs to another user, or another process is removing it
                     _remove_if_left(entry.path)
 
 
 def _remove_if_left(path: str) -> None:
+    """Remove the directory `path` if it belongs to this user and the process that owned it has ended."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         found = os.fstat(fd)
@@ -60,10 +61,10 @@ def _remove_if_left(path: str) -> None:
         with os.scandir(fd) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.name, ignore_errors=True, dir_fd=fd)  # does not follow links
+                    shutil.rmtree(entry.name, ignore_errors=True, dir_fd=fd)  # rmtree does not follow links
                 elif entry.name != _OWNER:
                     os.unlink(entry.name, dir_fd=fd)
-        os.unlink(_OWNER, dir_fd=fd)  # last, so that an interrupted removal can go on
+        os.unlink(_OWNER, dir_fd=fd)  # removed last, so that an interrupted removal can be repeated
     finally:
         os.close(fd)
     Path(path).rmdir()
@@ -78,22 +79,22 @@ def _owner(directory_fd: int) -> str:
 
 
 def _identity(pid: int) -> str | None:
-    """Return what identifies process `pid`: boot id, pid namespace, process id and start time. None if it has ended."""
+    """Return the identity of process `pid`: boot id, pid namespace, process id and start time. Return None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return None
-    return None if fields[0] in ("Z", "X") else f"{boot} {namespace} {pid} {fields[19]}"  # proc(5): state, starttime
+    return None if fields[0] in ("Z", "X") else f"{boot} {namespace} {pid} {fields[19]}"  # fields state and starttime, see proc(5)
 
 
 def _machine() -> str | None:
     """Return a digest that identifies this machine and stays the same after a reboot. None if there is no such digest.
 
-    It covers the machine id (machine-id(5)) and the host name, because machines that boot the same image may have the same
-    machine id. In a container it is None: containers on several machines may have both in common. What a container left before
-    a reboot is therefore never removed.
+    The digest covers the machine id (machine-id(5)) and the host name, because machines that boot the same image may have the
+    same machine id. Return None in a container, because containers on several machines may have the same id and name. Leftovers
+    of a container from before a reboot are therefore never removed.
     """
     try:
         machine_id, namespace = _MACHINE_ID.read_text().strip(), str(Path("/proc/self/ns/pid").readlink())
@@ -107,7 +108,7 @@ def _machine() -> str | None:
 def _has_ended(owner: str) -> bool:
     """Return whether the process that wrote `owner` has ended. Return False if that cannot be determined.
 
-    It can be determined for processes of this boot and this pid namespace, and for processes of an earlier boot of this machine.
+    The end of a process can be determined if it belongs to this boot and pid namespace, or to an earlier boot of this machine.
     """
     identity, _, machine = owner.rpartition(" ")
     fields, here = identity.split(" "), _identity(os.getpid())

@@ -1,4 +1,4 @@
-"""Test doubles for code above the adapters (`FakeBackend`), and checks for an adapter (`conformance`). The project's own tests belong to tests/."""
+"""Test doubles (`FakeBackend`) and the conformance suite for adapters; comparing the backends on a user's script belongs in `parity`."""
 
 from distributed.testing.adapter import Adapter
 from distributed.testing.fake import FakeBackend, FakeData, FakeOptions

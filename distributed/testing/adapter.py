@@ -8,12 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.backends import make_backend
+from distributed.backends import backend_class, entry_in_use, make_backend
+from distributed.backends._keras.scripts import keras_engine
+from distributed.backends.base import Backend, reason_of
 from distributed.backends.capabilities import Capabilities, capabilities_of
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
-from distributed.config.registry import BackendRow, backend_class, backend_row, default_backend, row_in_use
+from distributed.config.registry import BackendEntry, backend_entry, default_backend
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError
 
@@ -34,16 +36,16 @@ class Adapter:
 
     def __post_init__(self) -> None:
         """Raise ConfigError if the suite has no models for the backend, or if the backend cannot run that many processes."""
-        row = self._row
+        entry = self._entry
         if not self.world_sizes:
-            object.__setattr__(self, "world_sizes", (1,) if row.single_process else (2, 3))
-        if row.single_process and max(self.world_sizes) > 1:
+            object.__setattr__(self, "world_sizes", (1,) if entry.single_process else (2, 3))
+        if entry.single_process and max(self.world_sizes) > 1:
             raise ConfigError(
                 f"backend={self.backend!r} does not work with {max(self.world_sizes)} processes, it runs one: write"
                 f" {self.backend}:1"
             )
         if not self.model:
-            object.__setattr__(self, "model", _model_of(row))
+            object.__setattr__(self, "model", _model_of(entry))
 
     @classmethod
     def parse(cls, text: str) -> Adapter:
@@ -53,7 +55,7 @@ class Adapter:
         """
         found = _ROW.fullmatch(text)
         backend = found["backend"] if found else text.partition("[")[0].partition(":")[0]
-        backend_row(backend)
+        backend_entry(backend)
         if found is None:
             raise ConfigError(f"{text!r} does not name an adapter: write {backend}[SETTING=VALUE]:1,2,3")
         settings = dict(_setting(backend, each) for each in (found["settings"] or "").split(",") if each)
@@ -72,23 +74,33 @@ class Adapter:
     @property
     def reference(self) -> Adapter:
         """Adapter of one process to compare with. It does not communicate if there is such a backend."""
-        backend = self._row.alone if self.model == "keras" else default_backend(1)
+        backend = self._entry.alone if self.model == "keras" else default_backend(1)
         return Adapter(backend, (1,), model=self.model)
 
     @property
-    def _row(self) -> BackendRow:
-        return row_in_use(DistributedConfig(**canonical({"backend": self.backend, **self.settings})[0]), self.backend)
+    def _entry(self) -> BackendEntry:
+        return entry_in_use(DistributedConfig(**canonical({"backend": self.backend, **self.settings})[0]), self.backend)
 
     @property
     def capabilities(self) -> Capabilities:
         """Capabilities of the backend."""
-        return capabilities_of(backend_row(self.backend))
+        return capabilities_of(backend_entry(self.backend))
 
     def check(self, **settings: Any) -> None:
         """Raise ConfigError if the adapter refuses these settings together with its own, and ResourceError if a
         library is missing."""
+        self._made(**settings)
+
+    def _made(self, **settings: Any) -> Backend[Any]:
         given, _ = canonical({"backend": self.backend, **self.settings, **settings})
-        make_backend(merge(Overrides(), given), ProcessPlan(1, self.world_sizes[0], "cpu", self.backend))
+        return make_backend(merge(Overrides(), given), ProcessPlan(1, self.world_sizes[0], "cpu", self.backend))
+
+    def gives(self, need: str) -> bool:
+        """Return whether callbacks may use what is called `need` under the adapter's settings (see `Callback.needs`)."""
+        if self.capabilities.missing:  # nothing is run
+            return need not in self.capabilities.refuses
+        backend = self._made()
+        return not reason_of(backend, backend.refuses_callbacks.get(need, ()))
 
     def takes(self, **settings: Any) -> bool:
         """Return True if the adapter accepts these settings together with its own."""
@@ -100,7 +112,7 @@ class Adapter:
 
     @property
     def has_float64(self) -> bool:
-        """Whether the adapter supports float64, so that it can be measured exactly."""
+        """Return whether the adapter supports float64, so that it can be measured exactly."""
         return self.takes(dtype="float64")
 
     def flags(self, world_size: int) -> list[str]:
@@ -109,13 +121,13 @@ class Adapter:
         return ["--backend", self.backend, "--nproc-per-node", str(world_size), *settings]
 
 
-def _model_of(row: BackendRow) -> str:
-    """Return the kind of models that the backend of `row` trains."""
-    if row.environ.get("KERAS_BACKEND", "torch") != "torch":
+def _model_of(entry: BackendEntry) -> str:
+    """Return the kind of models that the backend of `entry` trains."""
+    if keras_engine(entry.environ) not in (None, "torch"):
         return "keras"
-    if not issubclass(backend_class(row.name), TorchBackend):
+    if not issubclass(backend_class(entry.name), TorchBackend):
         raise ConfigError(
-            f"backend={row.name!r} trains neither torch modules nor Keras models, and the suite has no others: test it by a"
+            f"backend={entry.name!r} trains neither torch modules nor Keras models, and the suite has no others: test it by a"
             " script of its own, as tests/unit/test_new_engine.py does"
         )
     return "torch"
@@ -128,7 +140,7 @@ def _setting(backend: str, text: str) -> tuple[str, Any]:
     if not equals:
         raise ConfigError(f"{text!r} has no SETTING=VALUE form: write {backend}[SETTING=VALUE]:1,2,3")
     if name in backend_class(backend).Options.__dataclass_fields__:
-        name = f"{backend_row(backend).group}.{name}"
+        name = f"{backend_entry(backend).group}.{name}"
     try:
         return name, yaml.safe_load(value)
     except yaml.YAMLError:

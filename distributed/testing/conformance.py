@@ -32,14 +32,15 @@ SAME_EVERYWHERE = (
     "adamw", "sgd-schedule-clip-warmup", "accumulation", "accumulation-clip", "sum-count", "unreduced", "tiny-last",
     "empty-slices", "stream", "class-weights", "ignored", "epoch-schedule", "scaled-rate", "in-order", "kept", "recomputed",
     "repeatable", "left-out", "stopped-early", "stopped-by-one", "whole", "one-update", "one-clipped-update", "cut-off", "resumed",
+    "named", "named-sgd", "validation-points", "averaged", "frozen", "several", "started-from",
 )  # fmt: skip
 _NUMBERS = ("loss", "val_loss", "again", "predicted", "norms", "measured")
 _SEEDS = range(4)
 _CLIP = 0.05  # the value that jobs/cases.py uses
-# A bfloat16 number has 8 binary digits, so rounding changes it by at most 2**-8 of itself. A gradient that was rounded
-# differs by more than a quarter of that; fp16 changes it an eighth as much, float32 hardly at all. No tensor differs by
-# more than four times 2**-8: 1.2 on average and at most 2.0 times were measured. A gradient that is wrong by two per
-# cent is detected.
+# A bfloat16 number has 8 binary digits, so rounding changes it by at most 2**-8 of itself. A gradient that was rounded to
+# bfloat16 differs by more than a quarter of 2**-8. Rounding to fp16 changes a gradient an eighth as much, and float32 hardly
+# at all. No tensor may differ by more than four times 2**-8: the measured differences were 1.2 times on average and at most
+# 2.0 times. A gradient that is wrong by two per cent is detected.
 BF16_ROUNDING = 2.0**-8
 
 Check = Callable[[Ran, References], None]
@@ -101,6 +102,11 @@ def check_resume(ran: Ran, references: References) -> None:
     assert ran.case("cut-off").numbers["steps"] < whole.numbers["steps"] == resumed.numbers["steps"]
     _near(resumed.weights, whole.weights, 0.0, f"{ran}: resumed")
     _near({"metrics": resumed.numbers["measured"]}, {"metrics": whole.numbers["measured"]}, 0.0, f"{ran}: resumed")
+    _near(ran.case("named-resumed").weights, ran.case("named").weights, 0.0, f"{ran}: resumed with a named schedule")
+    if "averaged" not in refused_cases(ran.adapter):
+        _near(ran.case("averaged-resumed").weights, ran.case("averaged").weights, 0.0, f"{ran}: resumed with averages")
+    if "several" not in refused_cases(ran.adapter):
+        _near(ran.case("several-resumed").weights, ran.case("several").weights, 0.0, f"{ran}: several models resumed")
 
 
 def check_nan_is_left_out_everywhere(ran: Ran, references: References) -> None:
@@ -205,7 +211,7 @@ def check_compiled(ran: Ran, references: References) -> None:
 
 
 def check_float32(ran: Ran, references: References) -> None:
-    """Check that float32 results differ by at most three times what cutting the same batches changes in one process."""
+    """Check that float32 results differ by at most three times the change that slicing the same batches causes in one process."""
     one, cut = references.float32, max(2, ran.world_size)
     moved = max(_apart(ran.case(f"fp32-{seed}"), one.case(f"fp32-{seed}")) for seed in _SEEDS)
     floor = max(_apart(one.case(f"fp32-{seed}-cut-{cut}"), one.case(f"fp32-{seed}")) for seed in _SEEDS)

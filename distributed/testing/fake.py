@@ -26,7 +26,7 @@ class FakeData(ShardedData):
     """Numbers 0, 1, 2, ... as samples, cut as every backend cuts them."""
 
     def __init__(self, num_samples: int, batch: BatchPlan, rank: int = 0, seed: int = 0, shuffle: bool = False) -> None:
-        self.num_samples: int = num_samples
+        self.num_samples: int = min(num_samples, batch.max_samples or num_samples)
         self.batch, self._rank, self._seed, self._shuffle = batch, rank, seed, shuffle
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
@@ -81,13 +81,16 @@ class FakeBackend(Backend[FakeOptions]):
         return [sample + self.weight for sample in micro.batch]
 
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
-        return {"loss": [(value * scale, count) for result in results for _, value, scale, count in result.averages]}
+        sums: dict[str, Sums] = {}
+        for name, value, scale, count in (average for result in results for average in result.averages):
+            sums.setdefault(name, []).append((value * scale, count))
+        return sums
 
     def learning_rates(self) -> list[float]:
         return [self.config.learning_rate]
 
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        self.calls.append("end_epoch")
+    def step_schedule(self, metrics: Mapping[str, float] | None, *, is_epoch_end: bool) -> None:
+        self.calls.append("step_schedule")
 
     def save(self, directory: Path) -> dict[str, Any]:
         self.calls.append("save")

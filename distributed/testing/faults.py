@@ -7,8 +7,8 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from distributed.backends import make_backend
-from distributed.backends.capabilities import SEVERAL
+from distributed.backends import entry_in_use, make_backend
+from distributed.backends.capabilities import NO_SETTINGS
 from distributed.config.fields import Rule, rules
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import plan_processes
@@ -27,7 +27,8 @@ def check_starts(
     config = DistributedConfig(
         **canonical({"backend": adapter.backend, "nproc_per_node": world_size, **adapter.settings})[0]
     )
-    expected = warnings_of(config, plan_processes(config))  # warnings about open ports of the engine
+    # Warnings about open ports of the engine.
+    expected = warnings_of(config, plan_processes(config), entry_in_use(config, adapter.backend))
     seconds = []
     for number in range(times):
         done = train(adapter, world_size, "short.py", directory / str(number), [adapter.model], run)
@@ -78,6 +79,10 @@ def _another(rule: Rule) -> Any:
         return not rule.default
     if str in rule.kinds:
         return "another"
+    if tuple in rule.kinds:
+        return "0.8,0.9"
+    if dict in rule.kinds:
+        return "layer=0.5"
     number = (rule.default or rule.minimum or 1) + 1
     if rule.maximum is not None:
         number = min(number, rule.maximum)
@@ -86,7 +91,7 @@ def _another(rule: Rule) -> Any:
 
 def check_refusals(adapter: Adapter) -> int:
     """Check that each setting in the adapter's table of refusals is refused with its reason. Return their number."""
-    refuses = {name: why for name, why in adapter.capabilities.refuses.items() if name != SEVERAL}
+    refuses = {name: why for name, why in adapter.capabilities.refuses.items() if name not in NO_SETTINGS}
     for name, why in refuses.items():
         merged = merge(Overrides(), _settings(adapter, name))
         text = ""
@@ -102,7 +107,12 @@ def check_refusals(adapter: Adapter) -> int:
 
 def _settings(adapter: Adapter, name: str) -> dict[str, Any]:
     """Return the refused setting, together with the settings that it depends on."""
-    more: dict[str, dict[str, Any]] = {"node_rank": {"num_nodes": 3}, "gpus_per_node": {"nproc_per_node": None}}
+    more: dict[str, dict[str, Any]] = {
+        "node_rank": {"num_nodes": 3},
+        "min_nodes": {"num_nodes": 3},
+        "min_nproc_per_node": {"nproc_per_node": 3},
+        "gpus_per_node": {"nproc_per_node": None},
+    }
     needed = {"nproc_per_node": adapter.world_sizes[0], **more.get(name, {})}
     given, _ = canonical({"backend": adapter.backend, **needed, name.partition("=")[0]: refused_value(name)})
     return given
@@ -110,7 +120,7 @@ def _settings(adapter: Adapter, name: str) -> dict[str, Any]:
 
 def check_refused_in_a_second(adapter: Adapter, directory: Path, run: Runner = run_python) -> None:
     """Check that a refused setting on the command line gives exit code 2 and one line, and starts no worker."""
-    name = next((name for name in adapter.capabilities.refuses if name != SEVERAL), None)
+    name = next((name for name in adapter.capabilities.refuses if name not in NO_SETTINGS), None)
     if name is None:
         return
     refused = dataclasses.replace(adapter, settings={name.partition("=")[0]: refused_value(name)})

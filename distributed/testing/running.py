@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.backends.capabilities import MODELS
+from distributed.callbacks import AVERAGED_WEIGHTS, GRADIENTS
 from distributed.testing.adapter import Adapter
 
 if TYPE_CHECKING:
@@ -25,9 +27,13 @@ if TYPE_CHECKING:
 
 JOBS = Path(__file__).parent / "jobs"
 # Setting that a case needs. An adapter that refuses the setting does not run the case.
-NEEDS = {"recomputed": ("activation_checkpointing", True), "epoch-schedule": ("scheduler_interval", "epoch")}
+NEEDS = {
+    "recomputed": ("activation_checkpointing", True), "epoch-schedule": ("scheduler_interval", "epoch"), "several": (MODELS, True),
+}  # fmt: skip
+# What a callback of a case needs.
+_CALLBACK_NEEDS = {"averaged": AVERAGED_WEIGHTS, "frozen": GRADIENTS}
 _MARK = "DISTRIBUTED_CONFORMANCE"
-# Models this small are slower on several threads, many times so if other programs use the processors too.
+# Models this small train more slowly on several threads, and many times more slowly if other programs use the processors too.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _GONE_S = 10.0  # time for processes to end after their command
 
@@ -37,7 +43,7 @@ class Finished:
     """A command that ended."""
 
     returncode: int
-    output: str  # both streams
+    output: str  # standard output and error
     seconds: float
     # CPU time of the command and of the processes it waited for; a limit on it holds on a busy machine too
     cpu_s: float
@@ -81,7 +87,8 @@ def _children_cpu_s() -> float:
 
 
 def _left(mark: str, patience: float) -> list[int]:
-    """Return processes whose environment contains `mark` after at most `patience` seconds."""
+    """Wait at most `patience` seconds for the processes with `mark` in their environment to end. Return the ids of those
+    that still run."""
     deadline = time.monotonic() + patience
     while (left := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -133,8 +140,7 @@ class Ran:
     @property
     def source(self) -> Path:
         """Checkpoint of the training that was cut off in the middle of an epoch."""
-        (path,) = (self.directory / "source").rglob("step-*")
-        return path
+        return max((self.directory / "source").rglob("step-*"))  # others are those of better validations
 
 
 @functools.cache
@@ -157,8 +163,13 @@ def train(
 
 
 def refused_cases(adapter: Adapter) -> list[str]:
-    """Return the cases that need something that the adapter refuses, in general or with its own settings."""
-    return [case for case, (name, value) in NEEDS.items() if _is_refused(adapter, name, value)]
+    """Return the cases that need something that the adapter refuses, in general or with its own settings.
+
+    Several models are torch modules.
+    """
+    refused = [case for case, (name, value) in NEEDS.items() if _is_refused(adapter, name, value)]
+    refused += [case for case, need in _CALLBACK_NEEDS.items() if not adapter.gives(need)]
+    return [*refused, "several"] if adapter.model == "keras" and "several" not in refused else refused
 
 
 def _is_refused(adapter: Adapter, name: str, value: Any) -> bool:
@@ -211,7 +222,7 @@ class References:
         return self.float64 if ran.dtype == "float64" else self.float32
 
     def sources(self, ran: Sequence[Ran]) -> list[Ran]:
-        """Return the checkpoints that travel: the reference's own first, then those of `ran` that are compared with
+        """Return the checkpoints to resume elsewhere: those of the reference first, then those of `ran` that are compared with
         it."""
         own = self.float64.adapter
         return [self.float64, *(each for each in ran if each.adapter.reference == own != each.adapter)]

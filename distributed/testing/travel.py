@@ -1,5 +1,5 @@
-"""Checkpoints that any adapter and number of processes writes and any other reads: what is compared, and the
-resulting table."""
+"""Resume checkpoints of one adapter on other adapters and numbers of processes, compare the states, and make a table of
+the differences."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from distributed.testing.adapter import Adapter
 from distributed.testing.conformance import limit_of
 from distributed.testing.running import Ran, References, Runner, run_python, train
 
-MOMENTS = {
-    "torch": {"exp_avg", "exp_avg_sq"},
-    "keras": {"momentum", "velocity"},
-}  # names of Adam's moments in checkpoints
+# Names of Adam's moments in checkpoints.
+MOMENTS = {"torch": {"exp_avg", "exp_avg_sq"}, "keras": {"momentum", "velocity"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,7 @@ class Trip:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing was lost."""
+        """Return whether nothing was lost."""
         return not self.changed and not self.state and self.weights <= self.limit
 
     def __str__(self) -> str:
@@ -102,8 +100,11 @@ def _progress(checkpoint: Path) -> dict[str, Any]:
 
 
 def _rates(optimizer: Mapping[str, Any]) -> list[Any]:
-    """Return the learning rates of torch's parameter groups, or the rate of a Keras optimizer and its number of
-    updates, which a schedule depends on."""
+    """Return what determines the learning rates.
+
+    For torch these are the rates of the parameter groups. For Keras they are the rate of the optimizer and its number
+    of updates, from which a schedule computes the rate.
+    """
     if "groups" in optimizer:
         return [group["options"]["lr"] for group in optimizer["groups"]]
     return [optimizer["learning_rate"], optimizer["iterations"]]

@@ -1,1 +1,1 @@
-"""Run a fit inside its processes, from joining the other ranks to leaving them. Starting processes belongs to `launching`."""
+"""Run a fit inside its processes, from joining the other ranks to leaving them; starting processes belongs in `launching`."""

@@ -1,8 +1,8 @@
 """Let any rank make all ranks act at the same step, for example to stop after a signal or to save a checkpoint.
 
-A step costs the training thread two attribute reads and no collective. On each rank a watcher thread polls the store that the
-ranks share. When it finds a request, it holds its rank at the next boundary, and each rank publishes how many units it has
-entered. All ranks act at the largest of these numbers, because no rank is past it and every rank can reach it.
+A step costs the training thread two attribute reads and no collective. On each rank, a watcher thread polls the store that the
+ranks share. When the watcher finds a request, it makes its rank wait at the next boundary and publishes the number of units that
+the rank has entered. All ranks act at the largest of these numbers, because no rank is past it and every rank can reach it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ STOP = "stop: "  # prefix of the reason in the requests of `CommonStep.stop`
 
 
 class CommonStep:
-    """Agree with the other ranks on a common step. Each rank makes one object per fit.
+    """Agree with the other ranks on a common step. Each rank creates one object per fit.
 
     The training thread calls `tick()` before each unit, which is an update or an evaluation batch. `store` is shared by the
     ranks and has the methods `set`, `get`, `check` and `compare_set` of `torch.distributed.Store`.
@@ -53,7 +53,7 @@ class CommonStep:
             self.request(f"{STOP}{reason}")
 
     def tick(self) -> str | None:
-        """Enter the next unit and return None, or return the action that all ranks do now instead of it.
+        """Enter the next unit and return None, or return the action that all ranks do now instead of the next unit.
 
         After an action, call `tick()` again. Every rank gets the same actions at the same units.
         """
@@ -69,6 +69,7 @@ class CommonStep:
             self._watcher.join(5 * self._poll_s)  # with a limit, because a store whose host hangs never answers
 
     def _settle(self) -> str | None:
+        """Return None before the unit at which all ranks act, and the action when this rank has reached that unit."""
         if self._watcher is None:
             return self._settle_alone()
         if not self._known.wait(self._timeout_s) or self._target is None:
@@ -105,6 +106,7 @@ class CommonStep:
                 return
 
     def _look(self) -> None:
+        """Publish a request of this rank. If there is a request of any rank, make this rank wait and set the unit to act at."""
         key = f"{self._name}/{self._generation}"
         if self._requests and not self._store.check([key]):
             self._store.compare_set(key, "", self._requests[0])
@@ -114,7 +116,7 @@ class CommonStep:
         if self._requests and self._requests[0] == action:
             self._requests.pop(0)
         self._action = action
-        # Set before `_entered` is read: the training thread counts first and then checks `_is_armed`.
+        # Set `_is_armed` before reading `_entered`, because the training thread increments `_entered` and then checks `_is_armed`.
         self._is_armed = True
         self._store.set(f"{key}/{self._rank}", str(self._entered))
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from distributed.backends.base import Backend
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.durable import replace_text
 from distributed.checkpoints.manifest import list_checkpoints
+from distributed.checkpoints.objects import Objects
 from distributed.checkpoints.store import CheckpointStore
+from distributed.config.addresses import below, check_library, is_address
 from distributed.config.merging import MergedConfig, config_yaml
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
@@ -19,8 +22,9 @@ from distributed.errors import ConfigError
 from distributed.launching.environments.registry import launch_identity
 from distributed.launching.request import link
 from distributed.launching.tee import tee_output
-from distributed.runs.directory import SEARCH, RunDirectory, choose_run_dir, find_run_dir, script_name
-from distributed.state import WorkerContext
+from distributed.runs.directory import RunDirectory, choose_run_dir, find_run_dir, script_name
+from distributed.runs.remote import RemoteRun, record_checkpoints
+from distributed.state import OnEvent, WorkerContext
 from distributed.training.setup import Setup
 from distributed.training.trial import Trial, current
 
@@ -32,26 +36,32 @@ class _Taken:
 
     first: Path | None = None
     count = 0
-    num_searches = 0
+    num_named: ClassVar[Counter[str]] = Counter()
     trial: Trial | None = None  # the trial that the counts are for; they restart with the next trial
 
 
-def take_run_dir(choose: Callable[[], Path], *, is_search: bool = False) -> Path:
+def take_run_dir(choose: Callable[[], Path], name: str | None = None) -> Path:
     """Return the run directory of one more trainer of this process.
 
-    The first trainer gets the directory that `choose` returns. Later ones get `fit-2`, `fit-3` and so on below it. Searches get
-    directories below it too, which are numbered separately.
+    The first trainer gets the directory that `choose` returns. Later ones get `fit-2`, `fit-3` and so on below it. A fit with a
+    directory `name` gets `name`, `name-2` and so on below it.
     """
     trial = current()
     if trial is not _Taken.trial:
-        _Taken.first, _Taken.count, _Taken.num_searches, _Taken.trial = None, 0, 0, trial
+        _Taken.first, _Taken.count, _Taken.num_named, _Taken.trial = None, 0, Counter(), trial
     if _Taken.first is None:
         _Taken.first = trial.directory if trial is not None else choose()
-    if is_search:
-        _Taken.num_searches += 1
-        return _Taken.first / (SEARCH if _Taken.num_searches == 1 else f"{SEARCH}-{_Taken.num_searches}")
+    if name is not None:
+        _Taken.num_named[name] += 1
+        number = _Taken.num_named[name]
+        return _Taken.first / (name if number == 1 else f"{name}-{number}")
     _Taken.count += 1
     return _Taken.first if _Taken.count == 1 else _Taken.first / f"fit-{_Taken.count}"
+
+
+def is_first_trainer() -> bool:
+    """Return whether no trainer of this process has taken a run directory yet."""
+    return _Taken.first is None
 
 
 def is_trial_again() -> bool:
@@ -60,15 +70,15 @@ def is_trial_again() -> bool:
     return trial is not None and trial.is_again
 
 
-def own_checkpoint_dir(config: DistributedConfig, run_dir: Path) -> Path | None:
-    """Return the user's `checkpoint_dir`, or None where it is not set.
+def own_checkpoint_dir(config: DistributedConfig, run_dir: Path) -> str | None:
+    """Return the user's `checkpoint_dir`, a path or an address, or None if it is not set.
 
     A later trainer of this process gets a directory below it, so that no two trainers share checkpoints.
     """
-    if config.checkpoint_dir is None:
-        return None
-    directory = Path(config.checkpoint_dir)
-    return directory if run_dir == _Taken.first else directory / run_dir.name
+    own = config.checkpoint_dir
+    if own is None or run_dir == _Taken.first:
+        return own
+    return below(own, run_dir.name) if is_address(own) else str(Path(own) / run_dir.name)
 
 
 class TrainerFiles:
@@ -79,11 +89,12 @@ class TrainerFiles:
         setup: Setup,
         backend: Backend[Any],
         context: WorkerContext,
-        report: Callable[[Mapping[str, Any]], None],
+        on_event: OnEvent,
     ) -> None:
-        self._handover, self._overrides, self._is_search = setup.handover, setup.overrides, setup.is_search
+        self._handover, self._request = setup.handover, setup.request
+        self._overrides = setup.layers.overrides
         self._worker, self._plan, self._restart_count = setup.worker, setup.plan, setup.restart_count
-        self._backend, self._context, self._report = backend, context, report
+        self._backend, self._context, self._on_event = backend, context, on_event
         self._agreement = Agreement(backend.world, setup.merged.config.timeout_s)
         self._directory: Path | None = None
         self._run: RunDirectory | None = None
@@ -113,7 +124,7 @@ class TrainerFiles:
     def directory(self) -> Path:
         """The run directory of this trainer, chosen at the first access."""
         if self._directory is None:
-            self._directory = take_run_dir(self._choose, is_search=self._is_search)
+            self._directory = take_run_dir(self._choose, self._request.directory_name)
         return self._directory
 
     def on_main(self, action: Callable[[], T]) -> T:
@@ -139,13 +150,31 @@ class TrainerFiles:
         """Return the checkpoint store of `run` for the settings of this fit. A collective."""
         config = merged.config
         users_own = own_checkpoint_dir(config, run.path)
+        remote = RemoteRun.of(run.path) if self._context.is_main_process else None
+        address = users_own if is_address(users_own) else None
+        if users_own is None and remote is not None:
+            address = remote.checkpoints_of(run.path)
+        directory = Path(users_own) if users_own is not None and address is None else None
+        objects = Objects(address) if address is not None else None
         store = CheckpointStore(
-            users_own or run.checkpoints, self._backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best,
-            monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context, report=self._report,
+            directory or run.checkpoints, self._backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best,
+            monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context, on_event=self._on_event,
+            objects=objects, on_upload=lambda upload: run.event("checkpoint_uploaded", **dataclasses.asdict(upload)),
+            copy_run=remote.push if remote is not None else lambda: None, is_restart=self._restart_count > 0,
         )  # fmt: skip
-        if users_own is not None and not self._is_store_open:  # the lock stays, also after a fit that failed
-            self._agreement.on_main(lambda: self._claim(users_own, merged))
+        # The trainer keeps the lock, even after a fit that failed, so it takes the lock only once.
+        if not self._is_store_open:
+            if directory is not None:
+                self._agreement.on_main(lambda: self._claim(directory, merged))
+            self._agreement.on_main(lambda: self._claim_objects(objects, store, merged, run))
         self._is_store_open = True
+        is_cut = self._backend.observer.cuts_weights
+        # Only the main process knows the address of a run directory.
+        if is_cut and not self._agreement.on_main(lambda: address is not None) and not store.is_shared():
+            raise ConfigError(
+                f"{self._plan.backend} saves a part of the weights on every node, and the nodes do not share {str(store.directory)!r}:"
+                " set checkpoint_dir (or --run-dir) to a directory on a file system that all nodes share, or to an address in object storage"
+            )
         return store
 
     def refuse_to_start_over(self, run: RunDirectory, store: CheckpointStore) -> None:
@@ -156,7 +185,7 @@ class TrainerFiles:
         return self._handover_dir() or Path(self._agreement.on_main(lambda: str(self._name())))
 
     def _name(self) -> Path:
-        """Return a new run directory, or that of the attempt that this one replaces. Called on the main process."""
+        """Return a new run directory, or that of the earlier attempt that this one restarts. Called on the main process."""
         identity = self._identity()
         before = find_run_dir(script_name(), identity) if identity and self._restart_count else None
         return before or choose_run_dir(script_name(), identity)
@@ -166,7 +195,7 @@ class TrainerFiles:
         return Path(run_dir) if run_dir is not None else None
 
     def _is_foreign(self) -> bool:
-        """Return whether another launcher than ours started this worker."""
+        """Return whether a foreign launcher (not that of this package) started this worker."""
         return self._worker is not None and link() is None
 
     def _identity(self) -> str | None:
@@ -174,6 +203,7 @@ class TrainerFiles:
 
     def _hold(self, run: RunDirectory, merged: MergedConfig) -> None:
         """Lock the run directory and write its config.yaml. Called on the main process."""
+        check_library("resume_from_checkpoint", merged.config.resume_from_checkpoint)  # before its address is written
         if link() is None:
             if self._handover is not None and self._handover.resume and run.path == _Taken.first:
                 run.check_resumable()
@@ -186,6 +216,20 @@ class TrainerFiles:
             merged = _as_launched(merged, self._plan)
         text = config_yaml(merged, self._overrides.script, self._overrides.script_args)
         replace_text(run.path / "config.yaml", text)
+
+    def _claim_objects(
+        self, objects: Objects | None, store: CheckpointStore, merged: MergedConfig, run: RunDirectory
+    ) -> None:
+        """Prove that the storage can be used, and that it has no checkpoints of another run. Called on the main process."""
+        if objects is None or self._restart_count:  # at a restart, the run can continue although the storage is away
+            return
+        objects.probe("checkpoint_dir")
+        if not self.wants_resume(merged) and store.stored_elsewhere():
+            raise ConfigError(
+                f"checkpoint_dir={objects.address!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"
+                " (or --resume) to continue from them, or name another address"
+            )
+        record_checkpoints(run.path, objects.address, keep_latest_k=store.keep_latest_k, keep_best=store.keep_best)
 
     def _claim(self, directory: Path, merged: MergedConfig) -> None:
         """Lock the user's checkpoint directory for this run alone. Called on the main process."""

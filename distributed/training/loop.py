@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,9 @@ from distributed.backends.base import Backend, ShardedData
 from distributed.callbacks import Callback, EarlyStopping
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
+from distributed.loggers.base import Recorder
 from distributed.metrics.monitor import (
+    PREFIX,
     best_metrics,
     check_reported,
     is_among,
@@ -24,11 +26,13 @@ from distributed.metrics.monitor import (
     unknown_metric,
 )
 from distributed.runs.summary import was_interrupted
-from distributed.state import MicroBatch, StepResult, Sums, TrainState, UpdateBatch
+from distributed.state import LoggedMedia, StepResult, TrainState
 from distributed.training.common_step import STOP, CommonStep
 from distributed.training.timing import TimeSplit
+from distributed.training.validation import Validation, add, means_of, names_in
 
-_EVAL_WINDOW = 256  # number of evaluation batches whose results are kept before they are summed
+LOGGED = "logged"
+SAVE, VALIDATE = "save", "validate"  # the requests of the clocks of `checkpoint_every_s` and `validate_every_s`
 
 
 @dataclasses.dataclass
@@ -38,18 +42,22 @@ class Run:
     backend: Backend[Any]
     config: DistributedConfig
     train: ShardedData
-    val: ShardedData | None
+    validation: Validation | None
     state: TrainState
     common_step: CommonStep
     callbacks: Sequence[Callback]
-    write_checkpoint: Callable[[], bool]  # a collective; returns False where the disk refused the checkpoint
+    write_checkpoint: Callable[[], bool]  # a collective; returns False if the checkpoint could not be written to disk
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch) of the last checkpoint
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
     has_training_step: bool = False  # a training_step may report further metrics after the first update
     uncertain: Sequence[str] = ()  # monitors that the first update has to report
-    # Those of the first evaluation, if one of its batches was read before.
-    val_update_batches: Iterable[UpdateBatch] | None = None
-    is_save_due: bool = False  # a save by `checkpoint_every_n_steps` waits for the metrics of the epoch
+    is_save_due: bool = False  # a save is due and waits for the end of a validation or of the epoch
+    is_validating: bool = False
+    row_step: int = -1  # step of the newest row that this fit has kept
+    # Means over the training of the epoch that ended last.
+    epoch_row: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    # Set when a request of the clock of `validate_every_s` was done.
+    validated: threading.Event = dataclasses.field(default_factory=threading.Event)
     is_over: bool = False  # whether the last checkpoint is saved
     window: list[StepResult] = dataclasses.field(default_factory=list)  # results of steps that are not summed yet
     window_start: float = 0.0
@@ -57,11 +65,21 @@ class Run:
     saved_s: float = 0.0  # seconds of checkpoints since `window_start`, already in `spent.total`
     spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
 
+    @property
+    def prefixes(self) -> Sequence[str]:
+        """The prefix of the metrics of each validation set."""
+        return () if self.validation is None else self.validation.prefixes
+
+    @property
+    def validates_by_steps(self) -> bool:
+        """Return whether rows are those of validations that do not follow the epochs."""
+        return self.validation is not None and self.config.validates_by_steps
+
     def stop(self, reason: str) -> None:
         """End training for `reason`, as `FitContext.stop` does.
 
         Raises:
-            ConfigError: if `reason` is empty, no string, or a reason that the loop itself uses.
+            ConfigError: if `reason` is empty, is not a string, or is a reason that the loop itself uses.
         """
         if not isinstance(reason, str) or not reason.strip() or reason == "max_steps" or reason.startswith("signal "):
             raise ConfigError(f"stop({reason!r}) needs a reason in words: write stop('the loss is low enough')")
@@ -69,7 +87,7 @@ class Run:
             text = (
                 f"stop({reason!r}) in on_train_end has no effect: training has ended, and its last checkpoint is saved"
             )
-            self.backend.report({"kind": "warning", "text": text})
+            self.backend.on_event({"kind": "warning", "text": text})
             return
         self.common_step.stop(str(reason))
 
@@ -84,18 +102,20 @@ def fit(run: Run) -> None:
         callback.on_train_start(state)
     _agree_on_stop(run)
     run.uncertain = uncertain(
-        _monitors(run), run.metrics, is_validated=run.val is not None, known=state.rows[-1] if state.rows else ()
+        _monitors(run), run.metrics, prefixes=run.prefixes, known=state.rows[-1] if state.rows else ()
     )
     if not state.samples_in_epoch:
         run.backend.measured.begin("train")
+    if run.config.validate_at_start and run.validation is not None and not state.step and not state.rows:
+        _validate(run)
     if run.config.checkpoint_at_start and run.last_saved != (state.step, state.epoch):
         save(run)
     while state.epoch < run.config.epochs and state.stop_reason is None:
         if not _train_epoch(run) or not _finish_epoch(run):
             break
     _log(run, is_end=True)
-    if state.stop_reason is not None and not was_interrupted(state) and state.samples_in_epoch:
-        _measure_part(run)
+    if not was_interrupted(state) and _lacks_row(run):
+        _keep_last_row(run)
     if run.last_saved != (state.step, state.epoch):
         save(run)
     if run.last_saved != (state.step, state.epoch):
@@ -103,8 +123,13 @@ def fit(run: Run) -> None:
             f"the last checkpoint, of step {state.step}, could not be written: free disk space and run again with --resume"
         )
     run.is_over = True
+    # Recorders come last, because they record what the others log at the end.
     for callback in run.callbacks:
-        callback.on_train_end(state)
+        if not isinstance(callback, Recorder):
+            callback.on_train_end(state)
+    _agree_on_stop(run)
+    for recorder in _recorders(run):
+        recorder.on_train_end(state)
 
 
 def _train_epoch(run: Run) -> bool:
@@ -114,12 +139,17 @@ def _train_epoch(run: Run) -> bool:
     """
     state, tick, train_step, window = run.state, run.common_step.tick, run.backend.train_step, run.window
     hooks = [c.on_step_end for c in run.callbacks if type(c).on_step_end is not Callback.on_step_end]
+    logged = run.backend.logged
     log_every = run.config.log_every_n_steps
     save_every = run.config.checkpoint_every_n_steps or math.inf
+    validate_every = (run.validation is not None and run.config.validate_every_n_steps) or math.inf
     limit = run.config.max_steps or math.inf
+    # A signal may have ended the validation of this step before.
+    if state.samples_in_epoch and state.step % validate_every == 0 and not _validate(run):
+        return False
     run.window_start, run.saved_s = time.perf_counter(), 0.0
     for update_batch in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
-        if state.stop_reason is not None:  # set by a callback; all ranks agree on it at the log line
+        if state.stop_reason is not None:  # a callback asked to stop; all ranks have agreed on this at the log line
             return False
         if state.step >= limit:
             state.stop_reason = "max_steps"
@@ -133,79 +163,85 @@ def _train_epoch(run: Run) -> bool:
         state.step += 1
         state.samples_in_epoch += update_batch.num_samples
         state.samples_seen += update_batch.num_samples
+        if logged.is_pending:
+            logged.attach(result, state.step)
         if run.uncertain:
             _check_monitors(run, result)
-        if state.step % log_every == 0:
-            _log(run)
         for hook in hooks:
             hook(state, result)
-        if state.step % save_every == 0:
-            run.is_save_due = state.samples_in_epoch == run.train.num_samples or state.step >= limit
-            if not run.is_save_due:
-                save(run)
+        if logged.is_pending:
+            logged.attach(result, state.step)
+        if state.step % log_every == 0:
+            _log(run)
+        if state.step % validate_every == 0 and not _validate(run):
+            return False
+        if state.step % save_every == 0 and run.last_saved != (state.step, state.epoch):
+            _save_or_wait(run)
     return True
+
+
+def _save_or_wait(run: Run) -> None:
+    """Save now, or after the row of the epoch or of the run if this step was the last one before it. A collective."""
+    state = run.state
+    is_end = state.samples_in_epoch == run.train.num_samples or state.step >= (run.config.max_steps or math.inf)
+    run.is_save_due = is_end
+    if not is_end:
+        save(run)
 
 
 def _monitors(run: Run) -> Iterable[str]:
     """Yield the monitors of the best checkpoint and of early stopping."""
     name = run.config.monitor
-    if run.config.keep_best and (run.val is not None or not name.startswith("val_")):
+    if run.config.keep_best and (run.validation is not None or not name.startswith(PREFIX)):
         yield name
     yield from (callback.monitor for callback in run.callbacks if isinstance(callback, EarlyStopping))
 
 
 def _check_monitors(run: Run, result: StepResult) -> None:
-    """Refuse a monitor that can never be reported, after the first update instead of after the first epoch. A collective.
+    """Raise ConfigError after the first update for a monitor that can never be reported. A collective.
 
-    A `training_step` may report a metric now and then. A warning names a monitor that it has not reported yet. The
-    row of the first epoch shows whether it is reported.
+    A `training_step` need not report a metric in each update. If it has not reported a monitor yet, a warning is shown, and
+    the row of the first epoch decides.
     """
     wanted, run.uncertain = run.uncertain, ()
-    trained = dict.fromkeys([*run.backend.collect([result]), *run.backend.measured.names_over_all()])
-    names = names_of(list(trained), is_validated=run.val is not None)
+    trained = dict.fromkeys([*names_in(run.backend.collect([result])), *run.backend.measured.names_over_all()])
+    names = names_of(list(trained), run.prefixes)
     missing = _missing(run, wanted, names)
-    if run.val is not None and run.val.num_samples is not None and any(name.startswith("val_") for name in missing):
-        names += _names_of_validation(run)
+    validation = run.validation
+    if validation is not None and not validation.has_stream and any(name.startswith(PREFIX) for name in missing):
+        names += validation.first_names(run.backend)
         missing = _missing(run, missing, names)
     for name in missing:
         if not _may_come(run, name):
             raise unknown_metric("monitor", name, dict.fromkeys(names))
-        run.backend.report({"kind": "warning", "text": not_yet_reported(name, dict.fromkeys(names))})
+        run.backend.on_event({"kind": "warning", "text": not_yet_reported(name, dict.fromkeys(names))})
 
 
 def _missing(run: Run, wanted: Iterable[str], names: Sequence[str]) -> list[str]:
     several = run.backend.measured.names_over_all()
-    return [name for name in wanted if not is_among(name, names, several)]
+    return [name for name in wanted if not is_among(name, names, several, run.prefixes)]
 
 
 def _may_come(run: Run, name: str) -> bool:
     """Return whether a monitor that the first update did not report may be reported later."""
-    if not name.startswith("val_"):
+    if not name.startswith(PREFIX):
         return run.has_training_step
-    return run.val is not None and (run.has_training_step or run.val.num_samples is None)
-
-
-def _names_of_validation(run: Run) -> list[str]:
-    """Evaluate one batch and return the names of its metrics, because a model may have metrics only in evaluation. A collective.
-
-    The batch is kept for the first evaluation, so that the loader starts its workers once. A stream is not read here, because
-    its loader would then wait until the end of the epoch.
-    """
-    assert run.val is not None
-    update_batches = run.val.epoch(0)
-    first = next(update_batches)
-    run.val_update_batches = itertools.chain([first], update_batches)
-    with run.backend.own_generators():
-        names = [f"val_{name}" for name in run.backend.collect([run.backend.eval_step(first.micro_batches[0])])]
-    run.backend.measured.begin("val")  # forget what the metrics over all samples have kept of the batch
-    return names
+    return run.validation is not None and (run.has_training_step or run.validation.has_stream)
 
 
 def _act(run: Run, action: str) -> bool:
-    """Do the `action` that all ranks agreed on, and return whether training goes on. A collective."""
-    if action == "save":
-        save(run)
+    """Do the `action` on which all ranks have agreed, and return whether training continues. A collective."""
+    if action == SAVE:
+        if run.is_validating:
+            run.is_save_due = True
+        else:
+            save(run)
         return True
+    if action == VALIDATE:
+        if _has_trained(run) and not run.is_validating and not _validate(run):
+            return False
+        run.validated.set()
+        return run.state.stop_reason is None
     if action.startswith(STOP):
         _stop(run, action.removeprefix(STOP))
     else:
@@ -221,11 +257,37 @@ def _stop(run: Run, reason: str) -> None:
 
 
 def _agree_on_stop(run: Run, sums: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return `sums` added over all ranks, and stop all ranks if a callback on any rank asked to stop. A collective."""
-    total = run.backend.world.reduce({**(sums or {}), STOP: float(bool(run.common_step.reasons))})
+    """Return `sums` added over all ranks, and do what callbacks on any rank asked for: stop, or log values. A collective."""
+    asked = {STOP: float(bool(run.common_step.reasons)), LOGGED: float(run.backend.logged.is_pending)}
+    total = run.backend.world.reduce({**(sums or {}), **asked})
     if total.pop(STOP):
         _stop(run, next(reasons[0] for reasons in run.backend.world.gather(run.common_step.reasons) if reasons))
+    if total.pop(LOGGED):
+        _record_logged(run)
     return total
+
+
+def _record_logged(run: Run) -> None:
+    """Record the values that hooks of any rank have logged since the last step, and all media. A collective."""
+    state, logged, world = run.state, run.backend.logged, run.backend.world
+    result = StepResult([])
+    sums: dict[str, list[float]] = {}
+    logged.attach(result)
+    add(sums, run.backend.collect([result]))
+    values = means_of(sums)
+    state.metrics.update(values)
+    media = logged.take_media(state.step)
+    if world.reduce({LOGGED: float(any(each.rank is not None for each in media))})[LOGGED]:
+        media = [LoggedMedia(**each) for part in world.gather(list(map(vars, media))) for each in part]
+    for recorder in _recorders(run):
+        if values:
+            recorder.record_values(state, values)
+        for each in media:
+            recorder.record_media(state, each)
+
+
+def _recorders(run: Run) -> list[Recorder]:
+    return [callback for callback in run.callbacks if isinstance(callback, Recorder)]
 
 
 def _collect(run: Run) -> None:
@@ -242,24 +304,14 @@ def _collect(run: Run) -> None:
     run.saved_s = 0.0
     run.spent.updates += len(run.window)
     run.window.clear()
-    _add(state.log_sums, sums)
-    _add(state.epoch_sums, sums)
-
-
-def _add(into: dict[str, list[float]], sums: Mapping[str, Sums]) -> None:
-    """Add `sums` to `into` step by step, so that the result does not depend on how many steps come at once."""
-    for name, pairs in sums.items():
-        total, count = into.get(name, (0.0, 0.0))
-        for value, number in pairs:
-            total += value
-            count += number
-        into[name] = [total, count]
+    add(state.log_sums, sums)
+    add(state.epoch_sums, sums)
 
 
 def _log(run: Run, *, is_end: bool = False) -> None:
     """Log the means since the last log line. A collective.
 
-    `is_end` tells that no further step of the epoch comes before its row.
+    `is_end` says that the row of the epoch is made before any further step.
     """
     _collect(run)
     state = run.state
@@ -288,22 +340,51 @@ def _measure_training(run: Run, *, is_end: bool) -> None:
     run.is_measured = is_end
 
 
+def _validate(run: Run) -> bool:
+    """Validate inside an epoch or before the first update, unless this step was validated. A collective.
+
+    Then step a schedule that watches a metric, keep the row, and save if the monitor is better than before. Returns False if a
+    signal ended the validation.
+    """
+    state = run.state
+    if state.has_row:
+        return True
+    _collect(run)
+    row = _measure(run, is_validated=True)
+    if row is None:
+        return False
+    if state.step:
+        run.backend.step_schedule(row, is_epoch_end=False)
+    is_better = _keep_row(run, row)
+    _tell_of_validation(run, row)
+    _agree_on_stop(run)
+    if run.is_save_due or (is_better and run.validates_by_steps):
+        _save_or_wait(run)
+    run.window_start, run.saved_s = time.perf_counter(), 0.0
+    return True
+
+
 def _finish_epoch(run: Run) -> bool:
     """Log, validate, step the schedule, keep the row of the epoch, and save if a checkpoint is due. A collective.
 
-    Returns False when a signal ended the validation.
+    If validations do not follow the epochs, an epoch has no row, except for the last one. Returns False if a signal ended the
+    validation.
     """
     _log(run, is_end=True)
-    state = run.state
-    row = _measure(run)
+    state, is_by_steps = run.state, run.validates_by_steps
+    has_row = not is_by_steps or (_is_end(run) and not state.has_row)
+    row = _measure(run, is_validated=has_row)
     if row is None:
         return False
+    if has_row:
+        _keep_row(run, row, is_open=is_by_steps)
+        _tell_of_validation(run, row)
+    run.epoch_row = row
     state.epoch += 1
     state.samples_in_epoch = 0
     state.epoch_sums, state.over_all = {}, {}
     run.backend.measured.begin("train")
-    run.backend.end_epoch(row)
-    _keep_row(run, row)
+    run.backend.step_schedule(None if is_by_steps else row, is_epoch_end=True)
     for callback in run.callbacks:
         callback.on_epoch_end(state, row)
     _agree_on_stop(run)
@@ -313,54 +394,100 @@ def _finish_epoch(run: Run) -> bool:
     return True
 
 
-def _measure_part(run: Run) -> None:
-    """Validate an epoch that `max_steps` or a callback cut off, and keep its row. A collective.
+def _is_end(run: Run) -> bool:
+    """Return whether training ends with the epoch that ends now."""
+    state, config = run.state, run.config
+    return state.epoch + 1 >= config.epochs or state.step >= (config.max_steps or math.inf)
 
-    The row is replaced when a resumed run finishes the epoch.
-    """
-    row = _measure(run)
+
+def _lacks_row(run: Run) -> bool:
+    """Return whether training has ended at a step that has no row: in an epoch, or after the last validation."""
+    state = run.state
+    if run.validates_by_steps:
+        return state.step > 0 and not state.has_row and run.row_step != state.step
+    return state.stop_reason is not None and state.samples_in_epoch > 0
+
+
+def _keep_last_row(run: Run) -> None:
+    """Validate at the end of training, and keep the row until a resumed run replaces it. A collective."""
+    row = _measure(run, is_validated=True)
     if row is not None:
-        _keep_row(run, row)
+        _keep_row(run, row, is_open=True)
+        _tell_of_validation(run, row)
         run.last_saved = (-1, -1)  # save again, so that the last checkpoint holds the row
 
 
-def _measure(run: Run) -> dict[str, float] | None:
-    """Return the row of the current epoch: means of training, and those of validation with the prefix `val_`. A collective.
+def _measure(run: Run, *, is_validated: bool) -> dict[str, float] | None:
+    """Return a row: means over the training of the epoch so far, and the metrics of the validation sets. A collective.
 
-    Returns None when a signal ended the validation.
+    Returns None if a signal ended the validation.
     """
     state = run.state
-    if not run.is_measured:
+    if not run.is_measured and state.step:
         _measure_training(run, is_end=True)
-    row: dict[str, float] = {
-        "epoch": state.epoch + 1,
-        "step": state.step,
-        **means_of(state.epoch_sums),
-        **state.over_all,
-    }
-    if run.val is not None:
-        update_batches, run.val_update_batches = run.val_update_batches, None
-        measured = evaluate(run.backend, run.val, lambda: _tick_in_evaluation(run), update_batches)
+    row: dict[str, float] = {"epoch": state.epoch_in_words, "step": state.step, **_training_of(run)}
+    if run.validation is not None and is_validated:
+        measured = _measure_validation(run, run.validation)
         if measured is None:
             return None
         for callback in run.callbacks:
             callback.on_log(state, "val", measured)
-        row |= {f"val_{name}": value for name, value in measured.items()}
+        row |= {f"{PREFIX}{name}": value for name, value in measured.items()}
     row["learning_rate"] = run.backend.learning_rates()[0]
-    check_reported(run.config, row, is_validated=run.val is not None, earlier=state.rows)
+    if is_validated and state.samples_in_epoch:
+        check_reported(run.config, row, is_validated=run.validation is not None, earlier=state.rows)
     return row
 
 
-def _keep_row(run: Run, row: dict[str, float]) -> None:
-    """Keep the row of an epoch. It replaces an earlier row of a part of this epoch."""
+def _training_of(run: Run) -> dict[str, float]:
+    """Return the means over the training of the epoch so far, or of the epoch that has just ended."""
     state = run.state
-    state.rows = [kept for kept in state.rows if kept["epoch"] < row["epoch"]] + [row]
-    state.best = best_metrics(state.rows, run.config, run.metrics)
-    state.metrics.update({name: value for name, value in row.items() if name.startswith("val_")})
+    if state.samples_in_epoch:
+        return {**means_of(state.epoch_sums), **state.over_all}
+    rows = (row for row in (run.epoch_row, *state.rows[-1:]) if row and row["step"] == state.step)
+    return {
+        name: value
+        for name, value in next(rows, {}).items()
+        if name not in ("epoch", "step", "learning_rate") and not name.startswith(PREFIX)
+    }
+
+
+def _has_trained(run: Run) -> bool:
+    """Return whether there are means over training for the row of a validation."""
+    return run.state.samples_in_epoch > 0 or run.epoch_row.get("step", 0) == run.state.step > 0
+
+
+def _measure_validation(run: Run, validation: Validation) -> dict[str, float] | None:
+    for callback in run.callbacks:
+        callback.on_validation_start(run.state)
+    run.is_validating = True
+    with run.backend.logged.set_aside():  # what the hooks logged is no metric of the validation
+        measured = validation.measure(run.backend, lambda: _tick_in_evaluation(run))
+    run.is_validating = False
+    if measured is None:
+        _tell_of_validation(run, {})
+    return measured
+
+
+def _tell_of_validation(run: Run, row: Mapping[str, float]) -> None:
+    for callback in run.callbacks if run.validation is not None else ():
+        callback.on_validation_end(run.state, row)
+
+
+def _keep_row(run: Run, row: dict[str, float], *, is_open: bool = False) -> bool:
+    """Keep the row, and return whether its monitor is better than before. It replaces the newest row if that one is open."""
+    state, monitor = run.state, run.config.monitor
+    stay = state.rows[:-1] if state.is_last_row_open else state.rows
+    before = best_metrics(stay, run.config, run.metrics, run.prefixes) if state.is_last_row_open else state.best
+    state.rows = [*stay, row]
+    state.is_last_row_open, run.row_step = is_open, state.step
+    state.best = best_metrics(state.rows, run.config, run.metrics, run.prefixes)
+    state.metrics.update({name: value for name, value in row.items() if name.startswith(PREFIX)})
+    return run.config.keep_best and monitor in row and state.best.get(monitor) != before.get(monitor)
 
 
 def _tick_in_evaluation(run: Run) -> bool:
-    """Enter the next evaluation batch, and return True. Return False when a signal stops all ranks instead.
+    """Enter the next evaluation batch and return True. Return False if a signal stops all ranks instead.
 
     A stop by a callback does not end the evaluation.
     """
@@ -370,58 +497,24 @@ def _tick_in_evaluation(run: Run) -> bool:
     return True
 
 
-def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Return name -> sum / count. The mean is NaN where the count is 0."""
-    return {name: total / count if count else math.nan for name, (total, count) in sums.items()}
+def _record_pending(run: Run) -> None:
+    """Record what hooks of any rank have logged, if there is anything. A collective."""
+    if run.backend.world.reduce({LOGGED: float(run.backend.logged.is_pending)})[LOGGED]:
+        _record_logged(run)
 
 
 def save(run: Run) -> None:
     """Save a checkpoint now. A collective."""
     run.is_save_due = False
     _collect(run)
+    # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
+    _record_pending(run)
     began = time.perf_counter()
     is_saved = run.write_checkpoint()
+    _record_pending(run)  # of on_checkpoint
     seconds = time.perf_counter() - began
     run.spent.checkpoint += seconds
-    run.spent.total += seconds  # added here, because a checkpoint between two epochs is in no window
+    run.spent.total += seconds  # added here, because a checkpoint between two epochs belongs to no window
     run.saved_s += seconds
     if is_saved:
         run.last_saved = (run.state.step, run.state.epoch)
-
-
-def evaluate(
-    backend: Backend[Any],
-    data: ShardedData,
-    enter: Callable[[], bool] = lambda: True,
-    update_batches: Iterable[UpdateBatch] | None = None,
-) -> dict[str, float] | None:
-    """Return the loss and the metrics over `data`, in which each sample counts once. A collective; the result is the same on all ranks.
-
-    Returns None when `enter()`, which is called before each batch, returns False. Pass `update_batches` where reading those of `data`
-    has begun already.
-    """
-    backend.measured.begin("val")
-    sums: dict[str, list[float]] = {}
-    window: list[StepResult] = []
-
-    def settle() -> None:
-        _add(sums, backend.collect(window))
-        window.clear()
-
-    for micro in micro_batches(data.epoch(0) if update_batches is None else update_batches):
-        if not enter():
-            return None
-        window.append(backend.eval_step(micro))
-        if len(window) == _EVAL_WINDOW:  # the same count on every rank
-            settle()
-    if window:
-        settle()
-    means = means_of(sums)
-    over_all = backend.measured.measure("val", means)
-    return means | over_all if over_all is not None else evaluate(backend, data, enter)
-
-
-def micro_batches(update_batches: Iterable[UpdateBatch]) -> Iterable[MicroBatch]:
-    """Yield the micro-batches of all update batches in order."""
-    for update_batch in update_batches:
-        yield from update_batch.micro_batches

@@ -5,7 +5,6 @@ The workers are started for the fit. The trained weights and the history come ba
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import linecache
 import os
@@ -19,13 +18,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from distributed.callbacks import load_states
+from distributed.backends import entry_in_use
+from distributed.callbacks.of_fit import load_states
 from distributed.checkpoints.store import read_state
 from distributed.config.merging import MergedConfig
-from distributed.config.plan import plan_batch, starting_line
-from distributed.config.registry import row_in_use
+from distributed.config.plan import check_nodes, plan_batch, starting_line
 from distributed.config.settings import GROUPS
-from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError, TrainingInterrupted
+from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError, TrainingError, TrainingInterrupted
+from distributed.launching.engines import active_profiler, picklable
 from distributed.launching.exposure import warnings_of
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import LaunchRequest, make_request
@@ -35,8 +35,10 @@ from distributed.metrics.monitor import check_monitor
 from distributed.runs.directory import RunDirectory, choose_run_dir, script_name
 from distributed.runs.history import History
 from distributed.runs.summary import read_result, resume_lines, resume_setting
-from distributed.training.files import is_trial_again, own_checkpoint_dir, take_run_dir
+from distributed.training.files import is_first_trainer, is_trial_again, own_checkpoint_dir, take_run_dir
+from distributed.training.fit_request import FitRequest
 from distributed.training.setup import Setup
+from distributed.training.validation import sets_of
 
 if TYPE_CHECKING:
     from distributed.state import TrainState
@@ -58,7 +60,7 @@ class Remote:
         """Copy the last checkpoint into the directory `target` and return the path of the copy.
 
         Raises:
-            ConfigError: if the path exists already.
+            ConfigError: if the copy exists already.
         """
         path = target / self.checkpoint.name
         if path.exists():
@@ -71,7 +73,7 @@ class Remote:
 
 
 class FittedTrainer(Protocol):
-    """Describe the `Trainer` that workers make from the class that they are sent."""
+    """Describe the `Trainer` that workers create from the class that is sent to them."""
 
     setup: Setup
 
@@ -95,108 +97,131 @@ class RemoteFit:
         self.fit(self.trainer_class(**self.arguments, **self.settings))
 
     def fit(self, trainer: FittedTrainer) -> None:
-        """Train with the trainer that a worker made. A subclass may do something else with it."""
+        """Train with the trainer that the worker has created. A subclass may use the trainer for something else."""
         trainer.fit(self.train_data, self.val_data)
 
 
 FitT = TypeVar("FitT", bound=RemoteFit)
 
 
-def fit_in_workers(fits: Fits, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
-    """Train in workers of this machine, load the trained weights into the model of `fits`, and return the history.
+def fit_in_workers(fits: Fits, settings: Mapping[str, Any], train_data: Any, val_data: Any) -> History:
+    """Train in workers of this node, load the trained weights into the model of `fits`, and return the history.
 
-    The weights are also loaded after a signal, before KeyboardInterrupt or TrainingInterrupted is raised.
+    `settings` are the settings given to this fit. The weights are also loaded after a signal, before KeyboardInterrupt or
+    TrainingInterrupted is raised.
     """
     setup, before = fits.setup, fits.remote
+    merged = setup.merge_for_fit(settings)
     check_here(setup, merged, train_data, val_data)
-    directory = before.run_dir if before is not None else setup.search_dir or take_dir()
-    run = RunDirectory(os.path.relpath(directory))
-    is_again = is_trial_again() and not setup.is_search  # a search always starts from the beginning
+    is_again = is_trial_again() and setup.request.is_resumable
     resume = before is not None or merged.config.resume_from_checkpoint is not False or is_again
-    run.check(resume=resume)
+    directory, run = None, None
+    if merged.config.node_rank == 0 or not is_first_trainer():
+        directory = before.run_dir if before is not None else fits.run_dir or take_dir(setup.request)
+        run = RunDirectory(os.path.relpath(directory))
+    if run is not None and merged.config.node_rank == 0:
+        run.check(resume=resume)
     fit = remote_fit(RemoteFit, fits, merged, directory, train_data, val_data)
-    events_before = run.events_size()
+    events_before = run.events_size() if run is not None else 0
     _warn_of_profiler(merged.config.verbose)
+    told: list[str] = []
     try:
-        code = run_in_workers(fit, setup, merged, run, resume=resume)
+        on_run_dir = told.append if run is None else None
+        code = run_in_workers(fit, setup, merged, run, resume=resume, on_run_dir=on_run_dir)
     except KeyboardInterrupt:
         code = _INTERRUPTED
+    if run is None and told:  # node 0 has named the run directory
+        run = RunDirectory(os.path.relpath(take_run_dir(lambda: Path(told[0]).absolute())))
     if code not in (0, _INTERRUPTED, _PREEMPTED):
         raise failure(code, run, events_before)
-    history = _take_back(fits, run)
-    if code in (_INTERRUPTED, _PREEMPTED) and fits.remote is not None and history is not None and not setup.is_search:
+    history = _take_back(fits, run) if run is not None else None
+    is_interrupted = code in (_INTERRUPTED, _PREEMPTED)
+    if is_interrupted and fits.remote is not None and history is not None and setup.request.is_resumable:
         text = resume_lines(resume_setting(Path(os.path.relpath(fits.remote.checkpoint))))
         Reporter(True, merged.config.verbose)({"kind": "notice", "text": text})
     if code == _INTERRUPTED:
         raise KeyboardInterrupt
+    if history is None and code == 0:  # on a node that came late
+        raise TrainingError("the run had ended before this node could take part: node 0 has its checkpoints")
     if history is None or code == _PREEMPTED:
         raise TrainingInterrupted(signal.SIGTERM)
     return history
 
 
 def remote_fit(
-    kind: type[FitT], fits: Fits, merged: MergedConfig, directory: Path, train_data: Any, val_data: Any = None
+    kind: type[FitT], fits: Fits, merged: MergedConfig, directory: Path | None, train_data: Any, val_data: Any = None
 ) -> FitT:
-    """Return a fit of `fits` that can be sent to workers whose run directory is `directory`."""
+    """Return a fit of `fits` that can be sent to workers whose run directory is `directory`, or None if node 0 will name it."""
     return kind(
-        fits.trainer_class, _arguments(fits.setup), _settings(fits, merged, directory), _portable(train_data), _portable(val_data),
+        fits.trainer_class, _arguments(fits.setup, merged), _settings(fits, merged, directory), picklable(train_data), picklable(val_data),
         _sources(),
     )  # fmt: skip
 
 
 def run_in_workers(
-    job: RemoteFit, setup: Setup, merged: MergedConfig, run: RunDirectory, *, resume: bool = False
-) -> int:
-    """Start workers that call `job`, wait for them, and return the exit code of their launcher."""
+    job: RemoteFit, setup: Setup, merged: MergedConfig, run: RunDirectory | None, *, resume: bool = False,
+    on_run_dir: Callable[[str], None] | None = None,
+) -> int:  # fmt: skip
+    """Start workers that call `job`, wait for them, and return the exit code of their launcher.
+
+    `run` is None if node 0 is to name the run directory. `on_run_dir` is called with its path, once the nodes have joined.
+    """
     with tempfile.TemporaryFile() as payload:  # the file has no name, so that nothing is left behind
         payload.write(_pickled(job))
         payload.flush()
-        return start_launcher(_request(setup, merged, run, payload.fileno(), resume), setup.on_epoch)
+        where = "" if run is None else str(run.path)
+        return start_launcher(_request(setup, merged, where, payload.fileno(), resume), setup.on_epoch, on_run_dir)
 
 
-def take_dir(*, is_search: bool = False) -> Path:
-    """Return the run directory of one more trainer whose workers are started here. It is absolute, because the caller may change its own."""
-    return take_run_dir(lambda: choose_run_dir(script_name()).absolute(), is_search=is_search).absolute()
+def take_dir(request: FitRequest) -> Path:
+    """Return the run directory of one more trainer whose workers are started here.
+
+    The path is absolute, because the caller may change its working directory.
+    """
+    return take_run_dir(lambda: choose_run_dir(script_name()).absolute(), request.directory_name).absolute()
 
 
 def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
     """Raise ConfigError before any worker starts for what the workers would refuse."""
-    if merged.config.num_nodes > 1:
-        raise ConfigError(
-            "fit() starts the workers of one machine only: for several, run the script on each"
-            " with 'python -m distributed.cli train --num-nodes N --node-rank R --master-addr HOST'"
-        )
+    check_nodes(merged, setup.plan)
     plan_batch(merged, setup.backend.data_parallel_size, setup.backend.batch_size_of(train_data))
-    check_monitor(merged, val_data, setup.job)
+    check_monitor(merged, list(sets_of(val_data)), setup.job)
 
 
 def _warn_of_profiler(verbose: bool) -> None:
-    torch = sys.modules.get("torch")  # None where torch is not loaded, and then its profiler is not active
-    if torch is not None and torch.autograd._profiler_enabled():
+    profiler = active_profiler()
+    if profiler is not None:
         text = (
-            "the active torch profiler sees this process only, but the model trains in workers: open the profiler in the"
+            f"the active {profiler} sees this process only, but the model trains in workers: open the profiler in the"
             " script and run that under 'python -m distributed.cli train --script', or set nproc_per_node=1"
         )
         Reporter(True, verbose)({"kind": "warning", "text": text})
 
 
-def _arguments(setup: Setup) -> dict[str, Any]:
+def _arguments(setup: Setup, merged: MergedConfig) -> dict[str, Any]:
     job = setup.job
-    return {
-        "model": job.model, "config": {**setup.sweep, **setup.hyperparameters}, "optimizer": job.optimizer, "scheduler": job.scheduler,
+    arguments = {
+        "model": job.model, "config": {**setup.layers.sweep, **setup.layers.hyperparameters}, "optimizer": job.optimizer, "scheduler": job.scheduler,
         "loss_fn": job.loss_fn, "training_step": job.training_step, "metrics": job.metrics, "callbacks": setup.callbacks,
+        "loggers": [*(merged.config.logger_names if merged.source("loggers") == "code" else ()), *setup.loggers] or None,
     }  # fmt: skip
+    if job.names:
+        of_one = {"models": dict(job.model.items()), "optimizers": job.optimizer, "schedulers": job.scheduler}
+        arguments = {**arguments, "model": None, "optimizer": None, "scheduler": None, **of_one}
+    # An optimizer and a schedule may also be named in the settings, which are passed beside these arguments.
+    return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _settings(fits: Fits, merged: MergedConfig, directory: Path) -> dict[str, Any]:
-    """Return the settings of the trainer in the workers: those given in code, and where a further fit continues."""
+def _settings(fits: Fits, merged: MergedConfig, directory: Path | None) -> dict[str, Any]:
+    """Return the settings of the trainer in the workers: those given in code, and those by which a further fit continues."""
     config = merged.config
     settings = {name: value for name, value in config.to_dict().items() if merged.source(name) == "code"}
+    settings.pop("loggers", None)  # an argument of its own
     for group in GROUPS.keys() & settings.keys():
         settings[group] = {o: v for o, v in settings[group].items() if merged.source(f"{group}.{o}") == "code"}
-    own = own_checkpoint_dir(config, directory)
-    if own is not None and own != Path(str(config.checkpoint_dir)):
-        settings["checkpoint_dir"] = str(own)
+    own = own_checkpoint_dir(config, directory) if directory is not None else None
+    if own is not None and own != config.checkpoint_dir:
+        settings["checkpoint_dir"] = own
     before = fits.remote
     if before is not None:  # a further fit adds its epochs or steps
         settings["resume_from_checkpoint"] = True
@@ -209,18 +234,9 @@ def _settings(fits: Fits, merged: MergedConfig, directory: Path) -> dict[str, An
 def _sources() -> dict[str, list[str]]:
     """Return the lines of code that is in no file, such as the cells of a notebook.
 
-    IPython keeps them in `linecache` without a modification time.
+    IPython keeps such code in `linecache` without a modification time.
     """
     return {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
-
-
-def _portable(data: Any) -> Any:
-    """Return `data`, a DataLoader without its live worker pool, which cannot be pickled."""
-    if getattr(data, "_iterator", None) is None:
-        return data
-    loader = copy.copy(data)
-    loader._iterator = None
-    return loader
 
 
 def _pickled(fit: RemoteFit) -> bytes:
@@ -236,41 +252,40 @@ def _pickled(fit: RemoteFit) -> bytes:
     return content
 
 
-def _request(setup: Setup, merged: MergedConfig, run: RunDirectory, payload: int, resume: bool) -> LaunchRequest:
+def _request(setup: Setup, merged: MergedConfig, run_dir: str, payload: int, resume: bool) -> LaunchRequest:
     plan = setup.plan
-    row = row_in_use(merged.config, plan.backend)
+    entry = entry_in_use(merged.config, plan.backend)
     return make_request(
-        merged, plan, row, str(run.path), overrides=setup.overrides, started_lines=[*warnings_of(merged.config, plan), starting_line(plan)],
+        merged, plan, entry, run_dir, overrides=setup.layers.overrides,
+        started_lines=[*warnings_of(merged.config, plan, entry), starting_line(plan)],
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume,
-        environ={**row.environ, **environ_of_workers(merged)},
+        environ={**entry.environ, **environ_of_workers(merged)},
         launcher=setup.starting.launcher(), launcher_options=setup.starting.launcher_options(merged.config, plan),
     )  # fmt: skip
 
 
 def failure(
     code: int,
-    run: RunDirectory,
+    run: RunDirectory | None,
     events_before: int = 0,
     kinds: Mapping[int, type[DistributedError]] = MappingProxyType({}),
 ) -> DistributedError:
-    """Return the error of a launcher that ended with `code`, with the cause that this fit wrote into events.jsonl.
+    """Return the error of a launcher that ended with `code`, with the cause that is in events.jsonl after byte `events_before`.
 
-    `kinds` gives the class of the error for further codes.
+    `kinds` maps further exit codes to the class of the error.
     """
-    kinds = {**_KINDS, **kinds}
-    cause = run.last_failure(events_before)
-    if cause is None:
+    kinds = {**BY_EXIT_CODE, **kinds}
+    cause = run.last_failure(events_before) if run is not None else None
+    if run is None or cause is None:
         return kinds.get(code, TrainingError)(
             f"the launcher of the workers ended with code {code}: see its message above"
         )
     if code in kinds:
         return kinds[code](cause["cause"])
-    text = f"{cause['cause']} (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})"
+    log = f" (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})" if "rank" in cause else ""
+    text = f"{cause['cause']}{log}"
     return TrainingError("\n".join([text, cause["traceback"]]) if cause.get("traceback") else text)
-
-
-_KINDS: dict[int, type[DistributedError]] = {2: ConfigError, 3: ResourceError}
 
 
 def _take_back(fits: Fits, run: RunDirectory) -> History | None:
@@ -292,7 +307,7 @@ def _take_back(fits: Fits, run: RunDirectory) -> History | None:
 
 
 def take_up(setup: Setup, checkpoint: Path) -> tuple[Any, TrainState]:
-    """Return the model with the weights of `checkpoint`, and the state in it. The callbacks get their states back."""
+    """Return (the model with the weights of `checkpoint`, the state of training in it), and restore the state of callbacks."""
     state, _ = read_state(checkpoint)
     model = setup.backend.take_weights(setup.job.model, checkpoint)
     load_states(setup.callbacks, state.callbacks)

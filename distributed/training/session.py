@@ -7,54 +7,63 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import shlex
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.backends.base import Backend
+from distributed.backends.base import Backend, check_callbacks
 from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.backends.out_of_memory import is_out_of_memory, out_of_memory
-from distributed.callbacks import Callback, EarlyStopping, FitContext, bound, load_states, states
+from distributed.callbacks import Callback, EarlyStopping, FitContext
+from distributed.callbacks.of_fit import before_update, bound, load_states, states
 from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.mirror import UPLOAD_FAILED
 from distributed.checkpoints.store import CheckpointStore
 from distributed.config.merging import MergedConfig, for_evaluation
+from distributed.config.optimization import RateCurve, named, without_curve
 from distributed.config.plan import BatchPlan, in_effect, plan_batch
-from distributed.config.registry import hint_of
+from distributed.config.registry import backend_entry, hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
 from distributed.launching.exposure import launcher_warnings
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import launched_by, link
-from distributed.loggers.base import LoggedFit, Logger
+from distributed.loggers.base import LoggedFit, Tracker
+from distributed.loggers.logged import receiving
 from distributed.loggers.registry import loggers_of
 from distributed.metrics.monitor import check_monitor
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
 from distributed.runs.history import History
-from distributed.runs.processes import raise_kept
+from distributed.runs.processes import REGROUP_SIGNAL, raise_kept
+from distributed.runs.remote import push_at_end
 from distributed.runs.summary import (
     Result,
     finished_lines,
     is_stopped_by_callback,
+    read_result,
     resume_lines,
     resume_setting,
     started_lines,
     was_interrupted,
+    write_result,
 )
 from distributed.state import DataRole, TrainState, WorkerContext
 from distributed.training import loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
-from distributed.training.interrupts import save_by_the_clock, stop_on_signals
+from distributed.training.interrupts import by_the_clock, stop_on_signals
 from distributed.training.setup import Setup
+from distributed.training.validation import Validation, evaluate, evaluation_batch, sets_of, shard_of
 
-_fit_numbers = itertools.count()  # of this process; each fit needs new keys in the ranks' store
+_fit_numbers = itertools.count()  # numbers the fits of this process, because each needs new keys in the ranks' store
 
 
 @dataclasses.dataclass
@@ -67,7 +76,7 @@ class _Fit:
     run: RunDirectory
     result: Result
     batch_size: int
-    began: float  # monotonic seconds at which `total_time` would have been 0
+    began: float  # start of the fit in monotonic seconds, minus the `total_time` of earlier attempts
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
 
     def stop_clock(self) -> None:
@@ -77,7 +86,7 @@ class _Fit:
 
 @contextlib.contextmanager
 def _hinted() -> Iterator[None]:
-    """Add the hint that the registry has for an engine's error to the notes of this error."""
+    """Add the registry's hint for an engine's error, if it has one, to the notes of the error."""
     try:
         yield
     except (AttributeError, RuntimeError, TypeError, ValueError) as error:
@@ -92,16 +101,18 @@ class Session:
 
     def __init__(self, setup: Setup, backend: Backend[Any]) -> None:
         self.setup, self.backend = setup, backend
-        is_shown = setup.is_main_process and not setup.is_search  # a search shows no epochs
+        self.merged = setup.merged  # the settings of the newest fit, each with its source
+        is_shown = setup.is_main_process and setup.request.is_shown
         self._reporter = Reporter(is_shown, setup.merged.config.verbose)
-        self.backend.configure(report=self._reporter)
-        raise_kept()  # a Ctrl-C that an import of the script swallowed, after which the other ranks may have left
+        self.backend.configure(on_event=self._reporter)
+        raise_kept()  # the script's imports may have swallowed a Ctrl-C, after which the other ranks may have left
         for text in launcher_warnings(setup.worker) if setup.is_main_process else ():
             self._reporter({"kind": "warning", "text": text})
         self.context: WorkerContext = self.backend.setup()
         atexit.register(_teardown, weakref.ref(self.backend))
         self.files = TrainerFiles(setup, self.backend, self.context, self._reporter)
         self._prepared_for: str | None = None  # "evaluation" or "fit"
+        self._curve: Any = None  # the schedule of the fit, if settings name it
         self._checkpoint: Path | None = None  # newest checkpoint that this trainer saved or resumed from
         self._is_saved = False  # whether the state at the start of training is in the store
         self._state: TrainState | None = None
@@ -110,62 +121,99 @@ class Session:
     # ------------------------------------------------------------------ fit
 
     @_hinted()
-    def fit(self, merged: MergedConfig, train_data: Any, val_data: Any) -> History:
+    def fit(self, settings: Mapping[str, Any], train_data: Any, val_data: Any) -> History:
+        merged = self.setup.merge_for_fit(settings)
         backend = self.backend
         self._configure(merged)
         loader_batch_size = backend.batch_size_of(train_data)
-        batch = plan_batch(merged, backend.data_parallel_size, loader_batch_size)
-        check_monitor(merged, val_data, self.setup.job)
+        full_size = self.setup.full_size or backend.data_parallel_size
+        planned = plan_batch(merged, backend.data_parallel_size, loader_batch_size, full_size=full_size)
+        sets = sets_of(val_data)
+        check_monitor(merged, list(sets), self.setup.job)
+        check_callbacks(backend, self.setup.callbacks)
         with backend.own_generators(), contextlib.ExitStack() as leaving:
             leaving.callback(self._reporter.close)
-            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, batch, DataRole.TRAINING)))
+            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, planned, DataRole.TRAINING)))
             batch = train.batch  # a batch sampler's items set its size
-            run = self.files.open_run(in_effect(merged, batch, loader_batch_size))
+            # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
+            full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
+            run = self.files.open_run(in_effect(merged, full, loader_batch_size))
             backend.configure(run_dir=run.path)
-            val = None
-            if val_data is not None:
-                val = backend.shard(val_data, self._eval_batch(val_data, batch), DataRole.VALIDATION)
-                leaving.callback(val.close)
-            notices = self._prepare(batch)
+            shards = {
+                prefix: leaving.enter_context(contextlib.closing(shard_of(backend, prefix, data, batch, merged.config)))
+                for prefix, data in sets.items()
+            }
+            validation = Validation(shards) if shards else None
             callbacks = self._callbacks(merged)
             store = self.files.open_store(merged, run)
-            state, resumed = self._resume(merged, store, callbacks, run)
+            found = self._find(merged, store, run)
+            notices = self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None)
+            state, resumed = self._resume(found, store, callbacks, run)
             merged = self._limit(merged, state)
             callbacks += loggers_of(LoggedFit(
                 run, merged, self.setup.plan, batch, self.context, backend, state, train.updates_per_epoch,
-                self.setup.worker is not None, self._reporter,
+                self.setup.worker is not None, self.setup.loggers, self._reporter,
             ))  # fmt: skip
             result = Result(run, self.setup.plan, self.context)
             fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)
             self._show_start(merged, batch, notices, fit, resumed)
-            return self._train(fit, train, val)
+            return self._train(fit, train, validation)
 
     def _configure(self, merged: MergedConfig) -> None:
-        self.setup.merged = merged
+        self.merged = merged
         self.backend.configure(merged)
         self._reporter.set_verbose(merged.config.verbose)
 
-    def _train(self, fit: _Fit, train: Any, val: Any) -> History:
-        config, state = self.setup.merged.config, fit.state
+    def _train(self, fit: _Fit, train: Any, validation: Validation | None) -> History:
+        """Run the loop, record how it ended, and return the history or raise the error. A collective."""
+        config, state = self.merged.config, fit.state
         common = CommonStep(
             self.context.rank, self.context.world_size, self.backend.world.key_value_store(), f"fit-{next(_fit_numbers)}",
             timeout_s=config.timeout_s,
         )  # fmt: skip
+        channel = link()
+        if self.setup.is_elastic and channel is not None:
+            channel.send({"kind": "trains"})  # on every rank, because each node has its own launcher
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         run = loop.Run(
-            self.backend, config, train, val, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
+            self.backend, config, train, validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
             metrics=self.setup.job.metrics, has_training_step=self.setup.job.training_step is not None,
         )  # fmt: skip
+        self.backend.configure(before_update=before_update(fit.callbacks, state))
+        self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True)
+        with bound(fit.callbacks, self._context_of(fit, run)), receiving(self.backend.logged):
+            self._run(fit, run, common)
+        fit.stop_clock()
+        self._state = state
+        history = History.of(state, str(fit.run.path), state.total_time)
+        self._show_end(fit)
+        self._deliver(fit)
+        self._close_loggers(fit)
+        if caller.error is not None:
+            raise caller.error
+        if was_interrupted(state):
+            self._leave_after_signal(int(str(state.stop_reason).split()[1]))
+        return history
+
+    def _run(self, fit: _Fit, run: loop.Run, common: CommonStep) -> None:
+        """Run the loop, or record how it failed and raise the error. A collective."""
+        config = run.config
         try:
             with (
-                bound(fit.callbacks, self._context_of(fit, run)),
-                stop_on_signals(common, in_worker=self.setup.worker is not None),
-                save_by_the_clock(common, config.checkpoint_every_s, self.context, fit.saved),
+                stop_on_signals(
+                    common,
+                    self.setup.worker is not None,
+                    is_elastic=self.setup.is_elastic,
+                    may_leave=self.setup.may_leave,
+                ),
+                by_the_clock(common, loop.SAVE, config.checkpoint_every_s, self.context, fit.saved),
+                by_the_clock(common, loop.VALIDATE, config.validate_every_s, self.context, run.validated),
             ):
                 loop.fit(run)
                 self.backend.reassemble()
+                fit.store.settle()
         except BaseException as error:
             raised = self._error_to_raise(fit, error)
             self._record_failure(fit, raised)
@@ -175,78 +223,83 @@ class Session:
         finally:
             common.close()
             self.backend.unwrap()
-        fit.stop_clock()
-        self._state = state
-        history = History.of(state, str(fit.run.path), state.total_time)
-        self._show_end(fit)
-        self._close_loggers(fit)
-        if caller.error is not None:
-            raise caller.error
-        if was_interrupted(state):
-            self._leave_after_signal(int(str(state.stop_reason).split()[1]))
-        return history
 
     def _error_to_raise(self, fit: _Fit, error: BaseException) -> BaseException:
         """Return the error to raise for `error`.
 
-        If memory ran out, this is an error that names the rank and what to change. A search for the largest batch size needs
-        the original error and gets it.
+        If memory ran out, this is an error that names the rank and what to change, unless the request is for the original error.
         """
         is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
-        if self.setup.is_search or is_of_user or not is_out_of_memory(error):
+        if is_of_user or not self.setup.request.explains_out_of_memory or not is_out_of_memory(error):
             return error
         is_cut = self.backend.observer.cuts_weights and self.context.world_size > 1
         return out_of_memory(
-            error, self.context.rank, fit.state.step + 1, fit.batch_size, self.setup.merged.config, is_cut=is_cut
+            error, self.context.rank, fit.state.step + 1, fit.batch_size, self.merged.config, is_cut=is_cut
         )
 
     def _context_of(self, fit: _Fit, run: loop.Run) -> FitContext:
         backend = self.backend
-        return FitContext(backend.model, backend.users_optimizer, run.config, fit.run.path.absolute(), run.stop)
+        return FitContext(
+            backend.model, backend.users_optimizer, run.config, fit.run.path.absolute(), run.stop, log=backend.logged.log,
+            save=lambda: run.common_step.request(loop.SAVE), evaluate=lambda data: self._evaluate_in(run, data),
+            notice=lambda text: self._reporter({"kind": "notice", "text": text}), num_samples=run.train.num_samples,
+            named_parameters=backend.observer.named_parameters, averaged_weights=backend.averaged_weights,
+        )  # fmt: skip
+
+    def _evaluate_in(self, run: loop.Run, data: Any) -> dict[str, float]:
+        """Evaluate the model in a hook of `run`. A collective."""
+        if run.is_validating:
+            raise ConfigError("context.evaluate() was called within a validation: call it in another hook")
+        return self.evaluate(data)
 
     def _record_failure(self, fit: _Fit, error: BaseException) -> None:
         for callback in fit.callbacks:
             callback.on_error(fit.state, error)
         fit.stop_clock()
+        if link() is None and UPLOAD_FAILED not in str(error) and (problem := fit.store.finish_uploads()):
+            self._reporter({"kind": "warning", "text": problem})  # with our launcher, the launcher does this
         fit.result.write_failed(fit.state, self._checkpoint, error)
         self._write_report(fit)
         _close_all(fit.callbacks)
 
     def _close_loggers(self, fit: _Fit) -> None:
         """Close the loggers. Ranks without loggers wait for the others without a time limit. A collective."""
-        if any(isinstance(callback, Logger) for callback in fit.callbacks):
-            Agreement(self.backend.world, self.setup.merged.config.timeout_s).on_all(lambda: _close_all(fit.callbacks))
+        if any(isinstance(callback, Tracker) for callback in fit.callbacks):
+            Agreement(self.backend.world, self.merged.config.timeout_s).on_all(lambda: _close_all(fit.callbacks))
 
     def _leave_after_signal(self, signum: int) -> None:
         if signum == signal.SIGINT and self.setup.worker is None:
             raise KeyboardInterrupt
-        raise TrainingInterrupted(signum if signum == signal.SIGINT else signal.SIGTERM)
+        raise TrainingInterrupted(signum if signum in (signal.SIGINT, REGROUP_SIGNAL) else signal.SIGTERM)
 
     # ------------------------------------------------------------------ parts of fit
 
-    def _prepare(self, batch: BatchPlan) -> list[str]:
+    def _prepare(self, batch: BatchPlan, updates_per_epoch: int | None, *, is_resumed: bool) -> list[str]:
+        config = self.merged.config
         if self._prepared_for == "fit":
             self.backend.rewrap()
-            return []
-        job = self.setup.job
-        if self._prepared_for == "evaluation":  # the same model, with what only training needs
+            is_fixed = (
+                isinstance(self._curve, RateCurve) and self._curve.kind != "constant" and not self._curve.is_length_set
+            )
+            text = "the schedule keeps its length of the first fit: set scheduler_steps to the updates of all fits"
+            return [text] if is_fixed else []
+        limits = [config.max_steps, None if updates_per_epoch is None else updates_per_epoch * config.epochs]
+        job, notices = named(
+            self.merged, self.setup.job, min((each for each in limits if each is not None), default=None)
+        )
+        if self._prepared_for == "evaluation":  # prepare the same model again, with what only training needs
             job = dataclasses.replace(job, model=self.backend.model)
-        self._prepared_for = "fit"
-        return self.backend.prepare(job, batch)
+        if (
+            is_resumed or self._prepared_for == "evaluation"
+        ):  # its weights are those of the checkpoint, or loaded already
+            job = dataclasses.replace(job, init_from=None)
+        self._prepared_for, self._curve = "fit", job.scheduler
+        return [*notices, *self.backend.prepare(job, batch)]
 
-    def _eval_batch(self, data: Any, batch: BatchPlan) -> BatchPlan:
-        size = self.backend.batch_size_of(data) or batch.batch_size
-        return _one_micro_batch(size, self.backend.data_parallel_size)
-
-    def _resume(
-        self, merged: MergedConfig, store: CheckpointStore, callbacks: list[Callback], run: RunDirectory
-    ) -> tuple[TrainState, str | None]:
-        """Return the state to start from, and the name of its checkpoint or None. A collective."""
-        self._is_saved = False
-        self._num_fits += 1
+    def _find(self, merged: MergedConfig, store: CheckpointStore, run: RunDirectory) -> Path | None:
+        """Return the checkpoint from which this fit resumes, or None. A collective."""
         if self._state is not None:  # a further fit of this trainer
-            self._state.stop_reason = None
-            return self._state, None
+            return None
         path: Path | None = None
         source = merged.config.resume_from_checkpoint
         if self.files.wants_resume(merged):
@@ -255,6 +308,17 @@ class Session:
                 self.files.refuse_to_start_over(run, store)
         if path is None and isinstance(source, str):
             path = store.open(source)
+        return path
+
+    def _resume(
+        self, path: Path | None, store: CheckpointStore, callbacks: list[Callback], run: RunDirectory
+    ) -> tuple[TrainState, str | None]:
+        """Return the state to start from, and the name of its checkpoint `path` or None. A collective."""
+        self._is_saved = False
+        self._num_fits += 1
+        if self._state is not None:
+            self._state.stop_reason = None
+            return self._state, None
         if path is None:
             return TrainState(), None
         state = store.load(path)
@@ -263,7 +327,7 @@ class Session:
         detail = {}
         if not self._stays_stopped(state, run, path):
             if is_stopped_by_callback(state):
-                detail["after"] = state.stop_reason  # for a restart of this launch, see `RunDirectory.has_gone_on`
+                detail["after"] = state.stop_reason  # a restart of this launch reads it, see `RunDirectory.has_gone_on`
             state.stop_reason = None
         for name in load_states(callbacks, state.callbacks):
             text = f"{path.name} holds the state of a callback {name}, but this run has no such callback"
@@ -275,7 +339,8 @@ class Session:
     def _stays_stopped(self, state: TrainState, run: RunDirectory, path: Path) -> bool:
         """Return whether a callback has stopped this very launch at the checkpoint `path`, so that a restart has nothing to do.
 
-        A stop of an earlier launch, or of another run, does not count: it was resumed to go on. All ranks.
+        A stop of an earlier launch, or of another run, does not count, because the user resumed that run to continue it. All
+        ranks must call this.
         """
         if self.setup.restart_count == 0 or not is_stopped_by_callback(state) or not self._is_saved:
             return False
@@ -284,14 +349,14 @@ class Session:
     def _limit(self, merged: MergedConfig, state: TrainState) -> MergedConfig:
         """Return the settings with `epochs` and `max_steps` counted from the start of this fit, also when a restart repeats it."""
         index = self._num_fits - 1
-        while index >= len(state.fit_starts):  # a fit that failed at once left no entry
+        while index >= len(state.fit_starts):  # a fit that failed immediately has left no entry
             state.fit_starts.append([state.epoch, state.step] if state.fit_starts else [0, 0])
         epoch, step = state.fit_starts[index]
         if index:
             config = merged.config
             limit = None if config.max_steps is None else config.max_steps + step
             changed = dataclasses.replace(config, epochs=config.epochs + int(epoch), max_steps=limit)
-            self.setup.merged = merged = dataclasses.replace(merged, config=changed)
+            self.merged = merged = dataclasses.replace(merged, config=changed)
         return merged
 
     def _callbacks(self, merged: MergedConfig) -> list[Callback]:
@@ -302,9 +367,10 @@ class Session:
         return [*self.setup.callbacks, *stopping]
 
     def _write_checkpoint(self, fit: _Fit) -> bool:
-        if not self.setup.keeps_checkpoints:
+        """Save a checkpoint and tell the callbacks. Return False if it could not be written to disk. A collective."""
+        if not self.setup.request.keeps_checkpoints:
             return True
-        state, config = fit.state, self.setup.merged.config
+        state, config = fit.state, self.merged.config
         fit.stop_clock()
         state.callbacks = states(fit.callbacks)
         is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
@@ -317,6 +383,8 @@ class Session:
         self._checkpoint = path
         if self.context.is_main_process:
             fit.run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
+            if self.setup.is_elastic:
+                self._reporter({"kind": "saved"})
             fit.result.write("running", state, path)
         for callback in fit.callbacks:
             callback.on_checkpoint(state, path)
@@ -352,6 +420,12 @@ class Session:
         state = fit.state
         if not self.context.is_main_process:
             return
+        if (
+            state.stop_reason == f"signal {int(REGROUP_SIGNAL)}"
+        ):  # the launcher starts other workers, and the run goes on
+            fit.result.write("running", state, self._checkpoint)
+            fit.run.event("regrouped", step=state.step, world_size=self.context.world_size)
+            return
         fit.result.write("interrupted" if was_interrupted(state) else "finished", state, self._checkpoint)
         if was_interrupted(state):
             fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
@@ -360,23 +434,42 @@ class Session:
         self._write_report(fit)
         self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, state), *self._resume_lines(fit)]})
 
+    def _deliver(self, fit: _Fit) -> None:
+        """Send the result and its checkpoint to the other nodes, where the process that called `fit` reads them. A collective."""
+        request = launched_by()
+        is_shared = backend_entry(self.setup.plan.backend).places_workers  # its nodes share the run directory
+        if request is None or request.payload is None or request.num_nodes == 1 or is_shared:
+            return
+        try:
+            here = fit.store.deliver(self._checkpoint) if self._checkpoint is not None else None
+        except OSError as error:
+            self._reporter({"kind": "warning", "text": f"the weights could not be sent to the other nodes: {error}"})
+            return
+        content = self.files.on_main(lambda: read_result(fit.run.path / "result.json"))
+        if content is not None and not self.context.is_main_process and self.context.local_rank == 0:
+            where = None if here is None else os.path.relpath(here, fit.run.path)
+            write_result(fit.run.path / "result.json", {**content, "checkpoint": where})
+
     def _resume_lines(self, fit: _Fit) -> list[str]:
-        """Return the lines that say how to resume after a signal. They are empty where our launcher says so itself."""
+        """Return the lines that say how to resume after a signal. Return none if our launcher shows them."""
         if not was_interrupted(fit.state) or link() is not None or self._checkpoint is None:
             return []
-        if self.setup.handover is not None:  # `train` under another launcher
+        if self.setup.handover is not None:  # `distributed train` under a foreign launcher
             return [resume_lines(f"the same command with --run-dir {shlex.quote(str(fit.run.path))} --resume")]
         return [resume_lines(resume_setting(self._checkpoint))]
 
     def _write_report(self, fit: _Fit) -> None:
         """Write the report of the run. Called on all ranks; the main process writes.
 
-        Where our launcher started the run, it writes the report itself, because it knows how the run ended. A logger that uploads
-        files needs a report before that.
+        If our launcher started the run, the launcher writes the report later, because it knows how the run ended. A logger that
+        uploads files needs a report before that. Without our launcher, the main process also copies the run directory to object
+        storage, if it has a copy there.
         """
-        is_sent = any(isinstance(callback, Logger) for callback in fit.callbacks)
+        is_sent = any(isinstance(callback, Tracker) for callback in fit.callbacks)
         if self.context.is_main_process and (is_sent or link() is None):
             write_reports_at_end(fit.run, lambda text: self._reporter({"kind": "notice", "text": text}))
+        if self.context.is_main_process and link() is None and (problem := push_at_end(fit.run.path)):
+            self._reporter({"kind": "warning", "text": problem})
 
     # ------------------------------------------------------------------ evaluate, predict, average, save
 
@@ -384,11 +477,13 @@ class Session:
     def evaluate(self, data: Any) -> dict[str, float]:
         backend = self.backend
         with (
+            backend.logged.evaluating(self.context.rank, self._names_of_metrics()),
             backend.own_generators(),
             backend.as_trained(),
+            receiving(backend.logged),
             contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded,
         ):
-            return loop.evaluate(self.backend, sharded) or {}
+            return evaluate(self.backend, sharded) or {}
 
     @_hinted()
     def predict(self, data: Any) -> Any:
@@ -406,14 +501,29 @@ class Session:
                     mine.append((number, self.context.rank, outputs))
         return self.backend.join_outputs(self.backend.world.gather(mine))
 
+    def _names_of_metrics(self) -> list[str]:
+        """Return the names of metrics that are known before the first step."""
+        job = self.setup.job
+        return [*job.metrics, *(["accuracy"] if job.training_step is None else [])]
+
     def metric_average(self, value: float, name: str) -> float:
         return self.backend.world.reduce({name: value})[name] / self.context.world_size
+
+    def main_process_first(self, local: bool) -> contextlib.AbstractContextManager[None]:
+        context = self.context
+        is_first = context.local_rank == 0 if local else context.is_main_process
+        return Agreement(self.backend.world, self.merged.config.timeout_s).first(is_first, "main_process_first")
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:
         self._ensure_prepared(BatchPlan(1, 1, 1, 1))
         with self.backend.whole_model() as model:
             yield model
+
+    def first_batch(self, data: Any) -> Any:
+        """Return the first batch of `data`, with its targets, and prepare the model for it."""
+        with self.backend.own_generators(), contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded:
+            return next(sharded.epoch(0)).micro_batches[0].batch
 
     def save(self, path: Path) -> Path:
         with self.backend.as_trained():
@@ -426,19 +536,18 @@ class Session:
             return path
         store = CheckpointStore(
             path, self.backend, keep_latest_k=1 << 30, keep_best=False, monitor="", monitor_mode="min",
-            context=self.context, report=self._reporter,
+            context=self.context, on_event=self._reporter,
         )  # fmt: skip
         state = self._state or TrainState()
         with self.backend.own_generators():  # a checkpoint stores their states too
-            saved = store.save(state, _without_paths(self.setup.merged.config), None)
+            saved = store.save(state, _without_paths(self.merged.config), None)
         if saved is None:
             raise ConfigError(f"{path} could not be written: name another path")
         return saved
 
     def _sharded(self, data: Any, role: DataRole) -> Any:
-        # `_eval_batch` replaces this size by that of a loader.
-        batch = _one_micro_batch(self.setup.merged.config.batch_size, self.backend.data_parallel_size)
-        sharded = self.backend.shard(data, self._eval_batch(data, batch), role)
+        batch = evaluation_batch(self.backend, data, self.merged.config.batch_size)
+        sharded = self.backend.shard(data, batch, role)
         self._ensure_prepared(batch)  # after `shard`, because a model may need a batch to be built
         return sharded
 
@@ -450,18 +559,16 @@ class Session:
         backend, merged = self.backend, self.backend.merged
         backend.configure(for_evaluation(merged))
         with backend.own_generators():
-            backend.prepare(self.setup.job, batch)
+            job, _ = named(merged, self.setup.job, 1)
+            # Without a named schedule, because the data of a fit decides its length.
+            backend.prepare(without_curve(job), batch)
         backend.unwrap()
         backend.configure(merged)
 
 
-def _one_micro_batch(size: int, data_parallel_size: int) -> BatchPlan:
-    return BatchPlan(size, 1, data_parallel_size, size * data_parallel_size)
-
-
 def _close_all(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
-        if isinstance(callback, Logger):
+        if isinstance(callback, Tracker):
             callback.close()
 
 
@@ -476,5 +583,5 @@ def _without_paths(config: DistributedConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.to_dict().items()
-        if name not in ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint")
+        if name not in ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint", "init_from")
     }

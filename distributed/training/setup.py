@@ -2,234 +2,356 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
+import functools
 import os
+import socket
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from distributed.backends import make_backend
-from distributed.backends.base import Backend
+from distributed.backends import backend_class, groups_in_use, make_backend, plan_of, starting_of
+from distributed.backends.base import Backend, check_callbacks
+from distributed.backends.several import check_several
 from distributed.backends.starting import Starting
 from distributed.callbacks import Callback
-from distributed.config.fields import rules
+from distributed.config.addresses import check_library
+from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig, Overrides, joined, merge, read_config_file, split_sweep
+from distributed.config.optimization import check_named
 from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
-from distributed.config.registry import backend_class, backend_row, groups_in_use, pinned_backend, starting_of
-from distributed.config.settings import CHECKPOINTS, MONITORING, DistributedConfig, canonical
-from distributed.errors import ConfigError
+from distributed.config.registry import backend_entry, pinned_backend
+from distributed.config.settings import DistributedConfig, canonical
+from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.request import handover, launched_by, running_script
+from distributed.launching.request import Handover, handover, launched_by, running_script
 from distributed.loggers import registry as loggers
+from distributed.loggers.logger import Logger
 from distributed.state import Job
+from distributed.training.fit_request import FitRequest
 from distributed.training.trial import current
 
 
+@dataclasses.dataclass(frozen=True)
+class SettingLayers:
+    """The settings of a Trainer in one layer per source, before they are merged.
+
+    Attributes:
+        owner: the name of the Trainer's class, for messages.
+        pinned: the backend that the class pins, or None.
+        code: settings in the script.
+        sweep: settings in the dict of a sweep, or of a trial.
+        hyperparameters: other values of a sweep.
+        overrides: settings from files and flags.
+        notices: notices about the settings in the script.
+    """
+
+    owner: str
+    pinned: str | None
+    code: Mapping[str, Any]
+    sweep: Mapping[str, Any]
+    hyperparameters: Mapping[str, Any]
+    overrides: Overrides
+    notices: tuple[str, ...]
+
+    @functools.cached_property
+    def merged(self) -> MergedConfig:
+        """The merged settings. Raises ConfigError if they contradict each other."""
+        return self.merge({})
+
+    def merge(self, more: Mapping[str, Any]) -> MergedConfig:
+        """Return the merged settings, where `more` overrides those in code. Raises ConfigError if they contradict each other."""
+        overrides = self.overrides
+        code = {**self.code, **more}
+        if self.pinned is not None:
+            layers = (overrides.flag, code, self.sweep, overrides.file)
+            chosen = next((layer["backend"] for layer in layers if layer.get("backend")), None)
+            if chosen not in (None, self.pinned):
+                raise ConfigError(
+                    f"backend={chosen!r} does not fit {self.owner}, which always uses backend {self.pinned!r}: use Trainer in the script"
+                )
+            code["backend"] = self.pinned
+        merged = merge(overrides, code, self.hyperparameters, self.sweep)
+        return dataclasses.replace(merged, notices=(*self.notices, *merged.notices))
+
+
 class Setup:
-    """Hold what a Trainer trains, its settings, its process plan and its backend.
+    """Hold what a fit trains, with which settings, on which processes and with which backend.
+
+    Args:
+        job, callbacks: what is trained.
+        layers: the settings by source.
+        plan: the processes.
+        worker: what a launcher says about this process, or None if no launcher started it.
+        handover: what this worker got from our launcher, or None.
+        request: what the fit does besides training.
+        loggers: the loggers that the user passed as objects.
+
+    Raises:
+        ConfigError: if the settings contradict each other, or the backend refuses one.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        callbacks: list[Callback],
+        layers: SettingLayers,
+        plan: ProcessPlan,
+        worker: WorkerEnvironment | None,
+        handover: Handover | None,
+        request: FitRequest,
+        loggers: Sequence[Logger] = (),
+    ) -> None:
+        self.job, self.callbacks, self.layers, self.plan, self.request = job, callbacks, layers, plan, request
+        self.loggers = loggers
+        self.worker, self.handover = worker, handover
+        # Number of this attempt: above 0 if a launcher started the workers again after a failure.
+        self.restart_count = worker.restart_count if worker is not None else 0
+        self.backend: Backend[Any] = make_backend(self.merged, plan)
+        self.starting: Starting = starting_of(plan.backend)
+        self.is_fit_in_workers = worker is None and self.starting.is_fit_in_workers(plan)
+
+    def for_request(
+        self,
+        request: FitRequest,
+        job: Job | None = None,
+        callbacks: Sequence[Callback] | None = None,
+        layers: SettingLayers | None = None,
+    ) -> Setup:
+        """Return the setup of another fit on the same processes, with a backend of its own. None means: as in this setup."""
+        callbacks = self.callbacks if callbacks is None else callbacks
+        return Setup(
+            job or self.job, list(callbacks), layers or self.layers, self.plan, self.worker, self.handover, request
+        )
+
+    @property
+    def merged(self) -> MergedConfig:
+        """The merged settings, without those that are given to `fit`."""
+        return self.layers.merged
+
+    @property
+    def is_main_process(self) -> bool:
+        """Return whether this is rank 0, or the process that called `fit`."""
+        return self.worker is None or self.worker.rank == 0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Return whether our launcher may change the number of workers during the run."""
+        request = launched_by()
+        return request is not None and request.is_elastic
+
+    @property
+    def may_leave(self) -> bool:
+        """Return whether the run goes on without the node of this process after a SIGTERM."""
+        request = launched_by()
+        return request is not None and request.may_leave
+
+    @property
+    def full_size(self) -> int | None:
+        """The number of workers when none is missing, for a run whose number of workers may change, else None."""
+        request = launched_by()
+        return request.world_size if request is not None and request.is_elastic else None
+
+    @property
+    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
+        """Function that is called with the metrics of each finished epoch in the process that called `fit`, or None.
+
+        In a trial it is the function of the trial, otherwise that of the backend.
+        """
+        if not self.request.reports_epochs:
+            return None
+        trial = current()
+        return trial.on_epoch if trial is not None else self.starting.on_epoch(self.merged.config)
+
+    def merge_for_fit(self, settings: Mapping[str, Any]) -> MergedConfig:
+        """Return the merged settings of a fit that was given `settings`, and create the directories of its loggers.
+
+        Raises:
+            ConfigError, ResourceError: if the settings contradict each other, or a logger cannot work with them.
+        """
+        merged = self.layers.merge(settings) if settings else self.merged
+        loggers.check(merged)
+        loggers.check_directories(merged)
+        return merged
+
+
+def make_setup(
+    owner: str,
+    pinned: str | None,
+    job: Job,
+    callbacks: list[Callback],
+    config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    settings: Mapping[str, Any],
+    users_loggers: Sequence[Logger] = (),
+) -> Setup:
+    """Return the checked setup of a Trainer.
 
     Args:
         owner: name of the Trainer's class, for messages.
         pinned: backend that the class pins, or None.
         job, callbacks: what is trained.
         config, settings: the arguments of `Trainer`.
+        users_loggers: the loggers that are objects.
 
     Raises:
         ConfigError, ResourceError: in the parent and in every worker, before any rank joins the others.
     """
+    pinned, code, sweep, hyperparameters, notices = _settings(pinned, config, settings)
+    if (trial := current()) is not None:
+        sweep = joined(trial.settings, sweep)
+    worker = worker_environment()  # None in a process that no launcher started
+    received = handover()
+    overrides = _overrides(config, received)
+    layers = SettingLayers(owner, pinned, code, sweep, hyperparameters, overrides, tuple(notices))
+    merged = layers.merged
+    plan = _plan(merged, worker)
+    _check_backend(merged, plan)
+    is_on_node_0 = worker.node_rank == 0 if worker is not None else merged.config.node_rank == 0
+    if is_on_node_0 and not _has_begun(worker, received):  # only the main process reads it, for all
+        _check_source(merged)
+    _check_warmup(merged)
+    check_named(merged, job)
+    check_library("checkpoint_dir", merged.config.checkpoint_dir)
+    loggers.check(merged)
+    job.init_from = merged.config.init_from
+    setup = Setup(job, callbacks, layers, plan, worker, received, FitRequest(), users_loggers)
+    check_several(setup.backend, job)
+    setup.backend.check(job, here=not setup.is_fit_in_workers)
+    check_callbacks(setup.backend, callbacks)
+    return setup
 
-    def __init__(
-        self,
-        owner: str,
-        pinned: str | None,
-        job: Job,
-        callbacks: list[Callback],
-        config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
-        settings: Mapping[str, Any],
-    ) -> None:
-        self._owner, self._pinned = owner, pinned
-        self.job, self.callbacks = job, callbacks
-        self.code, self.sweep, self.hyperparameters, self._notices = self._settings(config, settings)
-        if (trial := current()) is not None:
-            self.sweep = joined(trial.settings, self.sweep)
-        self.worker = worker_environment()  # None in a process that no launcher started
-        # Number of this attempt: above 0 if a launcher started the workers again after a failure.
-        self.restart_count = self.worker.restart_count if self.worker is not None else 0
-        self.handover = handover()
-        self.overrides = self._read(config)
-        self.merged = self.merge({})
-        self.plan = self._plan(self.merged)
-        self._check_backend()
-        self._check_source()
-        _check_warmup(self.merged)
-        loggers.check(self.merged)
-        self.backend: Backend[Any] = make_backend(self.merged, self.plan)
-        self.starting: Starting = starting_of(self.plan.backend)
-        self.is_fit_in_workers = self.worker is None and self.starting.is_fit_in_workers(self.plan)
-        self.backend.check(self.job, here=not self.is_fit_in_workers)
-        self.is_search = False  # whether a search for a learning rate or a batch size made this setup
-        self.keeps_checkpoints = True  # False where a search tries a batch size
-        self.search_dir: Path | None = None  # the run directory of a search that starts workers
 
-    def for_search(
-        self, settings: Mapping[str, Any], *, job: Job, callbacks: Sequence[Callback] = (), **sweep: Any
-    ) -> Setup:
-        """Return a setup for a search that trains `job`.
+def _settings(
+    pinned: str | None, config: Any, settings: Mapping[str, Any]
+) -> tuple[str | None, dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
+    """Return (pinned backend, settings in code, settings of a sweep, its other hyperparameters, notices)."""
+    code: dict[str, Any] = {}
+    sweep: dict[str, Any] = {}
+    others: dict[str, Any] = {}
+    notices: list[str] = []
+    if isinstance(config, DistributedConfig):
+        code, notices = dict(config.given), list(config.notices)
+    elif isinstance(config, Mapping):
+        sweep, others, notices = split_sweep(config)
+    elif not isinstance(config, (str, os.PathLike, type(None))):
+        raise ConfigError(
+            f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
+        )
+    direct, more_notices = canonical(_flat_options(pinned, settings), _own_options(pinned))
+    code = joined(code, direct)
+    if pinned is not None:
+        pinned, option = pinned_backend(pinned, code)
+        more_notices += [] if option is None else [f"{option} selects backend {pinned}"]
+    return pinned, code, sweep, others, notices + more_notices
 
-        It has the settings of this setup without those for checkpoints, logging and schedules. `settings` replaces settings in
-        code. `sweep` replaces settings that also override the batch size of a DataLoader.
-        """
-        search = copy.copy(self)
-        search.is_search = True
-        search.job, search.callbacks = job, list(callbacks)
-        dropped = {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS)}
-        dropped |= {*settings, *sweep, "monitor", "monitor_mode", "early_stopping_patience", "scheduler_interval"}
-        file, flag = (_kept(layer, dropped) for layer in (self.overrides.file, self.overrides.flag))
-        search.overrides = dataclasses.replace(self.overrides, file=file, flag=flag, notices=())
-        search.sweep = {**_kept(self.sweep, dropped), **sweep}
-        search.code = {**_kept(self.code, dropped), **settings}
-        search.merged = search.merge({})
-        search.backend = make_backend(search.merged, search.plan)
-        return search
 
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0, or the process that called `fit`."""
-        return self.worker is None or self.worker.rank == 0
+def _flat_options(pinned: str | None, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` with the options of a pinned backend, which may be given without its name, under full names."""
+    if pinned is None:
+        return dict(settings)
+    group, options = backend_entry(pinned).group, _own_options(pinned)
+    return {f"{group}.{name}" if name in options else name: value for name, value in settings.items()}
 
-    @property
-    def on_epoch(self) -> Callable[[Mapping[str, Any]], None] | None:
-        """Function that gets the row of each finished epoch in the process that called `fit`, or None.
 
-        It is that of the trial, or else that of the backend.
-        """
-        if self.is_search:
-            return None
-        trial = current()
-        return trial.report if trial is not None else self.starting.on_epoch(self.merged.config)
+def _own_options(pinned: str | None) -> list[str]:
+    """Return the names of the pinned backend's options."""
+    return [] if pinned is None else list(backend_class(pinned).Options.__dataclass_fields__)
 
-    def _read(self, config: Any) -> Overrides:
-        """Return the settings from flags and files. Those from outside of the script override the file that the script names."""
-        overrides = self.handover.overrides if self.handover is not None else running_script()
-        if not isinstance(config, (str, os.PathLike)):
-            return overrides
-        read = read_config_file(config)
-        file = joined(joined(read.file, read.flag), overrides.file)
-        return dataclasses.replace(overrides, file=file, notices=(*overrides.notices, *read.notices))
 
-    def _settings(
-        self, config: Any, settings: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[str]]:
-        """Return (settings in code, settings of a sweep, its other hyperparameters, notices)."""
-        code: dict[str, Any] = {}
-        sweep: dict[str, Any] = {}
-        others: dict[str, Any] = {}
-        notices: list[str] = []
-        if isinstance(config, DistributedConfig):
-            code, notices = dict(config.given), list(config.notices)
-        elif isinstance(config, Mapping):
-            sweep, others, notices = split_sweep(config)
-        elif not isinstance(config, (str, os.PathLike, type(None))):
+def _overrides(config: Any, received: Handover | None) -> Overrides:
+    """Return the settings from flags and files. Those from outside of the script override the file that the script names."""
+    overrides = received.overrides if received is not None else running_script()
+    if not isinstance(config, (str, os.PathLike)):
+        return overrides
+    read = read_config_file(config)
+    file = joined(joined(read.file, read.flag), overrides.file)
+    return dataclasses.replace(overrides, file=file, notices=(*overrides.notices, *read.notices))
+
+
+def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
+    """Return the processes of a fit: those of the settings, or those that a launcher has started."""
+    if found is None:
+        return plan_of(merged.config)
+    config, request = merged.config, launched_by()
+    asked = config.nproc_per_node or config.gpus_per_node
+    least = config.min_nproc_per_node or asked
+    full_size = request.world_size if request is not None and request.is_elastic else found.world_size
+    backend = choose_backend(config, full_size)
+    # A backend that places workers itself may give the nodes different numbers of them.
+    is_placed = request is not None and backend_entry(backend).places_workers
+    running = found.world_size // config.num_nodes if is_placed else found.local_world_size
+    is_fine = asked is None or (least or 0) <= running <= asked
+    if not is_fine and merged.source("nproc_per_node") != "flag":
+        name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
+        place = "config file" if merged.source(name) == "file" else "script"
+        raise ConfigError(
+            f"{name}={asked} in the {place} is not the running world's {running} processes per node:"
+            f" start with --nproc-per-node {asked}, or drop it from the {place}"
+        )
+    if not (is_placed and config.num_nodes == 1):  # 1 leaves the nodes to the backend
+        _check_nodes(merged)
+    wants_gpus = bool(config.num_gpus or config.gpus_per_node)
+    is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
+    if request is not None and request.device == "cuda" and not is_cpu:
+        _check_gpu(found)
+    device = "cpu" if is_cpu else plan_processes(_local(config, found)).device
+    if request is not None and is_placed and not request.is_elastic:
+        return ProcessPlan(request.num_nodes, request.nproc_per_node, device, backend)
+    if is_placed:
+        return ProcessPlan(1, found.world_size, device, backend)
+    return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
+
+
+def _check_gpu(found: WorkerEnvironment) -> None:
+    """Raise ResourceError if this worker was given a GPU and its machine has none, as where a node claims GPUs."""
+    if not visible_gpus():
+        raise ResourceError(
+            f"rank {found.rank} on {socket.gethostname()} was started for a GPU, but no GPU can be seen there: correct the number"
+            " of GPUs that this node claims to have, or set --device cpu"
+        )
+
+
+def _check_nodes(merged: MergedConfig) -> None:
+    """Raise ConfigError if the script gives another number of nodes than our launcher was started with."""
+    request, asked = launched_by(), merged.config.num_nodes
+    if request is not None and merged.is_given("num_nodes") and asked != request.num_nodes:
+        place = "config file" if merged.source("num_nodes") == "file" else "script"
+        raise ConfigError(
+            f"num_nodes={asked} in the {place} is not the running world's {request.num_nodes}:"
+            f" start with --num-nodes {asked}, or drop it from the {place}"
+        )
+
+
+def _check_backend(merged: MergedConfig, plan: ProcessPlan) -> None:
+    """Raise ConfigError for a flag that sets an option of a backend that is not used.
+
+    From other sources such an option has no effect.
+    """
+    used = (*groups_in_use(merged.config, plan.backend), "data")
+    for name, source in merged.sources.items():
+        group, _, option = name.partition(".")
+        if option and group not in used and source == "flag":
             raise ConfigError(
-                f"config is a {type(config).__name__}: pass a DistributedConfig, the path of a file or a dict of settings"
-            )
-        direct, more_notices = canonical(self._flat_options(settings), self._own_options())
-        code = joined(code, direct)
-        if self._pinned is not None:
-            self._pinned, option = pinned_backend(self._pinned, code)
-            more_notices += [] if option is None else [f"{option} selects backend {self._pinned}"]
-        return code, sweep, others, notices + more_notices
-
-    def _flat_options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `settings` with the options of a pinned backend, which may be given without its name, under full names."""
-        if self._pinned is None:
-            return dict(settings)
-        group, options = backend_row(self._pinned).group, self._own_options()
-        return {f"{group}.{name}" if name in options else name: value for name, value in settings.items()}
-
-    def _own_options(self) -> list[str]:
-        """Return the names of the pinned backend's options."""
-        return [] if self._pinned is None else list(backend_class(self._pinned).Options.__dataclass_fields__)
-
-    def merge(self, more: Mapping[str, Any]) -> MergedConfig:
-        """Return the merged settings of all sources. `more` overrides the settings in code.
-
-        Raises:
-            ConfigError: if the settings contradict each other.
-        """
-        overrides = self.overrides
-        code = {**self.code, **more}
-        if self._pinned is not None:
-            layers = (overrides.flag, code, self.sweep, overrides.file)
-            chosen = next((layer["backend"] for layer in layers if layer.get("backend")), None)
-            if chosen not in (None, self._pinned):
-                raise ConfigError(
-                    f"backend={chosen!r} does not fit {self._owner}, which always uses backend {self._pinned!r}: use Trainer in the script"
-                )
-            code["backend"] = self._pinned
-        merged = merge(overrides, code, self.hyperparameters, self.sweep)
-        return MergedConfig(merged.config, merged.sources, merged.hyperparameters, (*self._notices, *merged.notices))
-
-    def _plan(self, merged: MergedConfig) -> ProcessPlan:
-        found = self.worker
-        if found is None:
-            return plan_processes(merged.config)
-        config = merged.config
-        asked = config.nproc_per_node or config.gpus_per_node
-        if asked is not None and asked != found.local_world_size and merged.source("nproc_per_node") != "flag":
-            name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
-            place = "config file" if merged.source(name) == "file" else "script"
-            raise ConfigError(
-                f"{name}={asked} in the {place} is not the running world's {found.local_world_size} processes per node:"
-                f" start with --nproc-per-node {asked}, or drop it from the {place}"
-            )
-        self._check_nodes(merged)
-        wants_gpus = bool(config.num_gpus or config.gpus_per_node)
-        is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
-        device = "cpu" if is_cpu else plan_processes(_local(config, found)).device
-        backend = choose_backend(config, found.world_size)
-        return ProcessPlan(found.world_size // found.local_world_size, found.local_world_size, device, backend)
-
-    def _check_nodes(self, merged: MergedConfig) -> None:
-        """Raise ConfigError if the script gives another number of nodes than our launcher was started with."""
-        request, asked = launched_by(), merged.config.num_nodes
-        if request is not None and merged.is_given("num_nodes") and asked != request.num_nodes:
-            place = "config file" if merged.source("num_nodes") == "file" else "script"
-            raise ConfigError(
-                f"num_nodes={asked} in the {place} is not the running world's {request.num_nodes}:"
-                f" start with --num-nodes {asked}, or drop it from the {place}"
+                f"{name} is an option of another backend than {plan.backend!r}: drop it, or set --backend"
             )
 
-    def _check_backend(self) -> None:
-        """Raise ConfigError for a flag that sets an option of a backend that is not used.
 
-        From other sources such an option has no effect.
-        """
-        used = (*groups_in_use(self.merged.config, self.plan.backend), "data")
-        for name, source in self.merged.sources.items():
-            group, _, option = name.partition(".")
-            if option and group not in used and source == "flag":
-                raise ConfigError(
-                    f"{name} is an option of another backend than {self.plan.backend!r}: drop it, or set --backend"
-                )
-
-    def _check_source(self) -> None:
-        """Raise an error if the checkpoint of `resume_from_checkpoint` is missing.
-
-        A run that has begun continues from its own checkpoints and needs it no more.
-        """
-        source = self.merged.config.resume_from_checkpoint
-        is_begun = (self.handover is not None and self.handover.resume) or self.restart_count > 0
-        if isinstance(source, str) and not is_begun:
-            from distributed.checkpoints.manifest import check_source
-
-            check_source(source)
+def _has_begun(worker: WorkerEnvironment | None, received: Handover | None) -> bool:
+    """Return whether the run has begun. It then continues from its own checkpoints."""
+    return (received is not None and received.resume) or (worker is not None and worker.restart_count > 0)
 
 
-def _kept(settings: Mapping[str, Any], dropped: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in dropped}
+def _check_source(merged: MergedConfig) -> None:
+    """Raise an error if the checkpoint of `resume_from_checkpoint` or the weights of `init_from` are missing."""
+    source, weights = merged.config.resume_from_checkpoint, merged.config.init_from
+    if isinstance(source, str):
+        from distributed.checkpoints.manifest import check_source
+
+        check_source(source)
+    elif weights is not None and not source:  # a run that resumes does not need them
+        from distributed.checkpoints.weights import check_weights
+
+        check_weights("init_from", weights)
 
 
 def _check_warmup(merged: MergedConfig) -> None:

@@ -32,9 +32,9 @@ class TimeSplit:
         """Return the seconds per update since the last call. A collective.
 
         `step_s` is the sum of `data_s`, `compute_s`, `communication_s` and `checkpoint_s`, all means over the ranks.
-        `communication_s` is how long a rank waited for the others. It is None where the engine does not measure this. Then it
-        is missing from the result, and the waiting counts as compute. `rank_0_s`, `rank_1_s` and so on are the seconds of data
-        and compute of each rank.
+        The argument `communication_s` is the time that this rank waited for the others. If it is None, because the engine does
+        not measure it, the result has no `communication_s`, and the waiting counts as compute. `rank_0_s`, `rank_1_s` and so on
+        are the seconds of data and compute of each rank.
         """
         updates = max(self.updates, 1)
         step, data, checkpoint = self.total / updates, self.data / updates, self.checkpoint / updates

@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.state import EpochMetrics
+
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Describe a trial to the Trainers that are made in it."""
+    """Describe a trial to the Trainers that are created in it."""
 
     directory: Path  # run directory of the first fit of the trial
     is_again: bool  # whether the trial has run before and continues from its newest checkpoint
-    report: Callable[
-        [Mapping[str, Any]], None
-    ]  # called with the row of each finished epoch; may raise to end the trial
+    # Called with the metrics of each finished epoch. It may raise to end the trial.
+    on_epoch: Callable[[EpochMetrics], None]
     on_fit: Callable[[Any], None] = lambda trainer: None  # called before each fit with its Trainer; may raise
-    # Settings of the Trainers in the trial. Their own settings override them.
+    # Settings for all Trainers in the trial. A Trainer's own settings override these.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    # Called when the trial leaves this process, to release locks.
+    # Functions that are called when the trial leaves this process, to release locks.
     at_end: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
 

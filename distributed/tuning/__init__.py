@@ -1,1 +1,1 @@
-"""Searches over many trials of one training: spaces, proposals, schedulers and results. Searches for a single value belong to `finders`."""
+"""Searches for hyperparameters over many trials: spaces, proposals, schedulers, results; searches for one value belong in `finders`."""

@@ -1,5 +1,5 @@
-"""What an earlier process left of a search: the trials that proposals must know of, and the trials that are still to
-be run."""
+"""What an earlier process left of a search: the trials whose results the search algorithm must know, and the trials that
+are still to be run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distributed.tuning.sweep import OPEN, score_of
 
 
 def primed(plan: SearchPlan) -> tuple[Proposals, list[tuple[int, Mapping[str, Any]]]]:
-    """Return the proposals and the trials to run first.
+    """Return the search algorithm and the trials to run first.
 
-    The proposals have been told the trials of an earlier process. The trials to run first are those which did not end,
-    and those which were proposed but never began.
+    The search algorithm has received the results of an earlier process. The trials to run first are those that did not end,
+    and those that were proposed but never began.
 
     Returns:
         `(proposals, waiting)`, where `waiting` holds a pair `(number of the trial, its values)` for each trial to run

@@ -52,7 +52,7 @@ def script_job(overrides: Overrides, metric: str, mode: str, directory: Path) ->
     """Return the job of a script's trials. Each trial keeps the checkpoint of its best epoch, unless the user set a
     monitor."""
     flag = dict(overrides.flag)
-    if "monitor" not in {**overrides.file, **flag}:
+    if "monitor" not in overrides.values():
         flag |= {"monitor": metric, "monitor_mode": mode}
     threads = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
     environ = environ_of_trials(merge(overrides, {}))
@@ -97,7 +97,7 @@ class ScriptJob:
             open(f"{trial.directory}.log", "a", encoding="utf-8") as log,
             _StopWatch(self.stop_file, server.stop) as watch,
         ):
-            code = server.launch(request, log.fileno(), trial.report)
+            code = server.launch(request, log.fileno(), trial.on_epoch)
         if watch.is_stopped:
             raise SystemExit(0)
         if code:
@@ -116,7 +116,7 @@ class ScriptJob:
 
 
 class UnknownMetric(ConfigError):
-    """No trial can report the metric: the whole search is wrong, not only this trial."""
+    """No trial can report the metric, so the whole search is wrong and not only this trial."""
 
 
 class _StopWatch:
@@ -144,8 +144,8 @@ class _StopWatch:
 
 
 class _Output:
-    """Stream that writes to the log of the running trial. Handlers of `logging` keep a stream, so it must be the
-    same object for all trials."""
+    """Stream that writes to the log of the running trial. All trials must use the same object, because handlers of
+    `logging` keep their stream."""
 
     log: Any = None
 
@@ -154,7 +154,7 @@ class _Output:
 
 
 class _Actor:
-    """State of a trial's process that the next trial uses too."""
+    """State of a trial's process that the next trial in the same process uses again."""
 
     server: WorkerServer | None = None
     output: Any = _Output()

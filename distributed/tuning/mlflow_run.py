@@ -1,4 +1,4 @@
-"""The MLflow run of a sweep, which is the parent of the runs of its trials: what was searched, and the result."""
+"""The MLflow run of a search, which is the parent of the runs of its trials: what was searched, and the result."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from distributed.errors import DistributedError
 from distributed.loggers import mlflow
 from distributed.loggers._mlflow.run import metric_name
 from distributed.loggers._mlflow.sender import Sender
-from distributed.loggers._mlflow.spool import RECORD, RunRecord, Spool, logged_params
+from distributed.loggers._mlflow.spool import RECORD, RunRecord, logged_params, spool_of
 from distributed.loggers._mlflow.tracking_uri import users_uri
 from distributed.loggers.base import is_on_mlflow
 from distributed.runs.directory import RunDirectory
-from distributed.tuning.sweep import OPEN, Sweep, TrialRecord
+from distributed.tuning.sweep import OPEN, Sweep, TrialRecord, progress_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class SweepRun:
         self._record.tags = {"distributed.run_dir": self._dir.name}
         self._record.write(self._dir)  # the trials read this file
         self._configuration = dict(_flat({"metric": sweep.metric, "mode": sweep.mode, **configuration}))
-        self._spool = Spool(self._dir)
+        self._spool = spool_of(self._dir)
         self._sender = Sender(self._dir, self._record, self._spool, self._uri, warn)
         self._trials = ThreadPoolExecutor(1, "mlflow-trials")
         self._is_started = self._is_silent = False
@@ -61,7 +61,7 @@ class SweepRun:
         logged = logged_params(self._spool.open())
         now = {metric_name(name): str(value) for name, value in self._configuration.items()}
         new = {name: value for name, value in now.items() if logged.get(name) != value}
-        if new:  # MLflow does not let a parameter change, so a value that a resume changed is logged under another name
+        if new:  # MLflow does not let a parameter change, so a value that a resume changed is logged under a new name
             step = self._num_ended
             values = {f"{name}.from_step_{step}" if name in logged else name: value for name, value in new.items()}
             self._put({"kind": "params", "values": values})
@@ -84,7 +84,7 @@ class SweepRun:
         self._trials.submit(self._end_trial, trial)
 
     def close(self, status: str) -> None:
-        """Send the result of the sweep and its files. Call it after `sweep.json` was written.
+        """Send the result of the search and its files. Call it after `sweep.json` was written.
 
         Args:
             status: "FINISHED", "FAILED" or "KILLED".
@@ -130,7 +130,7 @@ class SweepRun:
     def _put(self, entry: Mapping[str, Any]) -> None:
         try:
             self._spool.append(entry)
-        except OSError as error:  # a full disk costs lines of the log, not the search
+        except OSError as error:  # with a full disk, lines of the log are lost, but the search goes on
             logger.warning("%s cannot be written (%s): a line is lost", self._spool.path, error.strerror)
 
 
@@ -147,7 +147,7 @@ def _write_run(directory: Path, trial: TrialRecord) -> None:
     """Write the run of a trial that logged nothing to MLflow itself into its directory."""
     directory.mkdir(parents=True, exist_ok=True)
     RunRecord.chosen(directory, None, "")[0].write(directory)
-    spool = Spool(directory)
+    spool = spool_of(directory)
     spool.open()
     for entry in _entries(trial):
         spool.append(entry)
@@ -159,7 +159,7 @@ def _entries(trial: TrialRecord) -> Iterator[dict[str, Any]]:
     yield {"kind": "params", "values": {metric_name(name): str(value) for name, value in trial.config.items()}}
     for number, row in enumerate(trial.rows):
         values = {metric_name(name): value for name, value in _numbers(row).items()}
-        yield {"kind": "metrics", "time": _now(), "step": int(row.get("epoch", number + 1)), "values": values}
+        yield {"kind": "metrics", "time": _now(), "step": progress_of(row, number + 1), "values": values}
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

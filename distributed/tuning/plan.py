@@ -43,7 +43,7 @@ class TrialJob(Protocol):
 class SearchPlan:
     """Checked plan of one search."""
 
-    directory: Path  # absolute
+    directory: Path  # absolute path of the search's directory
     job: TrialJob
     space: Space
     metric: str
@@ -69,9 +69,9 @@ class SearchPlan:
     def num_live(self, there: Bundle, is_own: bool) -> int:
         """Return how many trials may exist at once in a cluster with the resources `there`.
 
-        A search that learns proposes better values the later it is asked, so no more trials exist than can run. For a
-        search that does not learn, one more trial waits and takes the next free process. It does so only if resources
-        are what keeps it from running: a cluster with `is_own` does not grow.
+        A search that learns from results proposes better values the later it is asked, so no more trials exist than can run.
+        In a search that does not learn, one more trial waits for the next free process if the resources limit how many trials
+        run. With `is_own`, one also waits if `max_concurrent` trials just fit, because the cluster does not grow.
 
         Raises:
             ResourceError: no trial fits into the cluster.
@@ -115,6 +115,7 @@ def check_scheduler(name: str | None, options: Mapping[str, Any]) -> tuple[str |
 
 
 def _check_ends(name: str, options: Mapping[str, float]) -> None:
+    """Raise ConfigError for an option of the scheduler that is too large."""
     for option, largest in (("quantile_fraction", 0.5), ("resample_probability", 1.0)):
         if options.get(option, 0.0) > largest:
             raise ConfigError(
@@ -145,9 +146,9 @@ def check_pairing(scheduler: str | None, search: str, max_concurrent: int | None
 
 
 def mode_of(metric: Any, mode: Any) -> str:
-    """Return "min" or "max": `mode`, or the direction that the name of `metric` says if `mode` is None.
+    """Return "min" or "max": `mode`, or if `mode` is None, the direction that the name of `metric` implies.
 
-    Raises ConfigError if `metric` is no name, if `mode` is neither, or if the name says no direction.
+    Raises ConfigError if `metric` is not a name, if `mode` is neither "min" nor "max", or if the name implies no direction.
     """
     if not isinstance(metric, str) or not metric:
         raise ConfigError(f"metric={metric!r} is not a name: give the metric to optimise, such as metric='val_loss'")

@@ -1,5 +1,9 @@
 """Search algorithms: `ask` proposes the values of the next trial, and `tell` receives its score. A smaller score is
-better."""
+better.
+
+Ray Tune's `OptunaSearch` (Ray 2.60) is not used, because Ray's own save and restore of a search read a pickle, and because
+it tells Optuna the last value of a trial instead of its best. A resumed search here repeats what its journal says.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ class Proposals(Protocol):
         """Return the values of the next trial."""
 
     def tell(self, values: Mapping[str, Any], score: float) -> None:
-        """Take in the score of values that `ask` returned."""
+        """Learn from the score of values that `ask` returned."""
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
         """Replay a proposal of an earlier process. `score` is None if its trial had not ended."""
@@ -35,7 +39,7 @@ def check_search(search: str, space: Space, num_samples: int | None) -> int:
     """Return the number of trials.
 
     Raises:
-        ConfigError: the search is not known, or does not fit the space or the number.
+        ConfigError: the search is not known, or does not fit the space or the number of trials.
         ResourceError: a library is not installed.
     """
     if search not in SEARCHES:
@@ -123,7 +127,7 @@ class _Optuna:
         self._optuna, self._constants = optuna, constants(space)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._distributions = {name: _distribution(optuna, each) for name, each in searched(space).items()}
-        # Count running trials as bad ones (constant_liar). Otherwise concurrent trials would try the same values.
+        # Count running trials as bad ones (constant_liar). Otherwise concurrent trials would try similar values.
         sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self._study = optuna.create_study(direction="minimize", sampler=sampler)
         self._running: list[tuple[dict[str, Any], Any]] = []
@@ -141,7 +145,7 @@ class _Optuna:
         if own is not None:
             self._running.remove(own)
             self._study.tell(own[1], score if is_number else None, state=None if is_number else states.FAIL)
-        elif is_number:  # proposed by an earlier process
+        elif is_number:  # an earlier process proposed the values
             self._add(params, score)
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:

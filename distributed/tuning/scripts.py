@@ -1,4 +1,4 @@
-"""A sweep of a script from the command line: check it, run it below a subreaper that ends all its processes, show
+"""A search of a script from the command line: check it, run it below a subreaper that ends all its processes, show
 and record it."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.config.addresses import refuse_address
 from distributed.config.fields import rules
 from distributed.config.merging import Overrides, merge, split_sweep
 from distributed.config.plan import plan_processes
@@ -24,10 +25,11 @@ from distributed.errors import ConfigError, DistributedError
 from distributed.launcher.start import launch_request
 from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals
-from distributed.launching.subreaper import Report, Subreaper
+from distributed.launching.subreaper import Subreaper
 from distributed.loggers.registry import check_directories, check_libraries
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
+from distributed.state import OnEvent
 from distributed.tuning.jobs import script_job
 from distributed.tuning.mlflow_run import run_of_sweep
 from distributed.tuning.plan import (
@@ -44,14 +46,14 @@ from distributed.tuning.proposals import check_search, make_proposals
 from distributed.tuning.search import engine, record_line
 from distributed.tuning.space import Dimension, Space, read_space
 from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
-from distributed.tuning.table import Table
+from distributed.tuning.table import TrialTable
 
 if TYPE_CHECKING:
     from distributed.tuning.mlflow_run import SweepRun
 
 _LEAVING_S = 90.0  # time for trials to save and leave after a stop; then all processes are killed
 _SHOWN = 5  # number of proposals that a dry run shows
-_BETWEEN = math.sqrt(2) - 1  # position within a range that is no integer if the ends are integers
+_BETWEEN = math.sqrt(2) - 1  # position within a range; the value there is not an integer if the ends are integers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,7 @@ class SearchOptions:
 
 
 class ScriptSweep:
-    """A sweep whose trials run a script. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
+    """A search whose trials run a script. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
 
     def __init__(self, overrides: Overrides, options: SearchOptions) -> None:
         if overrides.script is None:
@@ -82,7 +84,7 @@ class ScriptSweep:
         if options.search_space is None:
             raise ConfigError("no search space: add --search-space space.yaml")
         if options.resume and options.run_dir is None:
-            raise ConfigError("--resume needs the directory of the sweep: add --run-dir DIR")
+            raise ConfigError("--resume needs the directory of the search: add --run-dir DIR")
         self._options = options
         self.mode = mode_of(options.metric, options.mode)
         check_script(overrides.script)
@@ -91,31 +93,31 @@ class ScriptSweep:
         self.scheduler, self.scheduler_options = check_scheduler(options.scheduler, options.scheduler_options)
         check_pairing(self.scheduler, options.search, options.max_concurrent)
         self._first, self._notices = check_names(self.space, overrides)
-        check_libraries(merge(overrides, {}))
         self.overrides, self._address = self._of_trials(overrides)
         self._is_here = engine().has_own_cluster(self._address)
+        refuse_address(options.run_dir or "", "a search")
         self.directory = Path(options.run_dir or choose_run_dir(f"tune-{Path(overrides.script).stem}")).absolute()
         self._job = script_job(self.overrides, options.metric, self.mode, self.directory)
         self.overrides = self._job.overrides
+        self._merged = merge(self.overrides, {})
+        check_libraries(self._merged)
         self.bundles = self._bundles()
         self.at_once = self._concurrency()
-        if self._is_here:  # checks that would fail in every trial; they are unknown for other machines
+        if self._is_here:  # find errors that every trial would have; this cannot be checked for other machines
             launch_request(self._job.overrides_with(self._first), None)
         engine().check_here(self._plan())
 
     def _of_trials(self, overrides: Overrides) -> tuple[Overrides, str | None]:
-        """Return what every trial is given, and the address of the cluster that runs the trials."""
-        address = {**overrides.file, **overrides.flag}.get("address")
-        file, flag = ({n: v for n, v in layer.items() if n != "address"} for layer in (overrides.file, overrides.flag))
-        return dataclasses.replace(overrides, file=file, flag=flag), address
+        """Return (the overrides of every trial, the address of the cluster that runs the trials)."""
+        return overrides.without(["address"]), overrides.value("address")
 
     def _bundles(self) -> tuple[Mapping[str, float], ...]:
-        """Return the resources of a trial. They must be on one node, because its processes are children of the
+        """Return the resources of a trial. They must be on one node, because the workers are child processes of the
         trial."""
-        plan = plan_processes(merge(self.overrides, {}).config)
+        plan = plan_processes(self._merged.config)
         if plan.num_nodes > 1:
             raise ConfigError(
-                f"num_nodes={plan.num_nodes} does not work in a sweep, where each trial runs on one node: drop it"
+                f"num_nodes={plan.num_nodes} does not work in a search, where each trial runs on one node: drop it"
             )
         cpus = float(self._options.cpus_per_trial or plan.nproc_per_node)
         per_gpu = self._options.trials_per_gpu
@@ -129,7 +131,7 @@ class ScriptSweep:
 
     def _concurrency(self) -> int | None:
         if not self._is_here:
-            return None  # known after joining the cluster
+            return None  # only known after joining the cluster
         there, needs = here(), total(self.bundles)
         check_fits(needs, there, "this machine")
         fit = min(int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount)
@@ -139,7 +141,7 @@ class ScriptSweep:
         return SearchPlan(
             self.directory, self._job, self.space, self._options.metric, self.mode, self.num_samples, self.bundles,
             search=self._options.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
-            seed=merge(self.overrides, {}).config.seed, max_concurrent=self._options.max_concurrent,
+            seed=self._merged.config.seed, max_concurrent=self._options.max_concurrent,
             max_failures=self._options.max_failures, address=self._address,
             earlier=tuple(record for record, _ in scores(sweep)) if sweep is not None else (),
             scratch=engine().new_scratch() if sweep is not None else None,
@@ -160,7 +162,7 @@ class ScriptSweep:
 
     def dry_run_lines(self) -> list[str]:
         """Return lines with the plan and its first proposals."""
-        proposals = make_proposals(self._options.search, self.space, merge(self.overrides, {}).config.seed)
+        proposals = make_proposals(self._options.search, self.space, self._merged.config.seed)
         lines = []
         for number in range(min(_SHOWN, self.num_samples)):
             settings, others, _ = split_sweep(proposals.ask())
@@ -171,28 +173,28 @@ class ScriptSweep:
     # ------------------------------------------------------------------ the run
 
     def run(self) -> int:
-        """Run the sweep until it ends and return the exit code."""
+        """Run the search until it ends and return the exit code."""
         configuration = {
             "script": Path(str(self.overrides.script)).name, "script_args": list(self.overrides.script_args),
-            "settings": {**self.overrides.file, **self.overrides.flag}, "search_space": _space_text(str(self._options.search_space)),
+            "settings": self.overrides.values(), "search_space": _space_text(str(self._options.search_space)),
             "search": self._options.search, "scheduler": self.scheduler, "num_samples": self.num_samples,
             **({"scheduler_options": dict(self.scheduler_options)} if self.scheduler_options else {}),
         }  # fmt: skip
-        check_directories(merge(self.overrides, {}))
+        check_directories(self._merged)
         sweep = open_sweep(self.directory, self._options.metric, self.mode, configuration, self._options.resume)
         sweep.recall(self.space)
         plan = self._plan(sweep)
         plan.stop_file.unlink(missing_ok=True)
         tracked = run_of_sweep(
             sweep,
-            merge(self.overrides, {}),
+            self._merged,
             str(self.overrides.script),
             configuration,
             lambda text: table.print_line(f"warning: {text}"),
         )
         with Signals() as signals:
-            subreaper = Subreaper(lambda report: _work(plan, report), self.directory / "search.log", plan.scratch)
-            table = Table(sweep, self.num_samples, self.start_lines())
+            subreaper = Subreaper(lambda on_event: _work(plan, on_event), self.directory / "search.log", plan.scratch)
+            table = TrialTable(sweep, self.num_samples, self.start_lines())
             end = _End()
             try:
                 if tracked is not None:
@@ -239,7 +241,7 @@ def check_names(space: Space, overrides: Overrides) -> tuple[dict[str, Any], lis
         _check_values(name, each)
     _check_argument_names(others)
     _check_once([split_sweep({name: value})[0] for name, value in first.items()], list(space))
-    if "checkpoint_dir" in {**overrides.file, **overrides.flag}:
+    if "checkpoint_dir" in overrides.values():
         raise ConfigError("checkpoint_dir would be shared by all trials: drop it, each has its own run directory")
     arguments = [f"{name} is not a setting: the script gets it as --{name}" for name in others]
     return first, [*overrides.notices, *notices, *arguments]
@@ -290,17 +292,17 @@ def _space_text(path: str) -> Any:
     return yaml.safe_load(Path(path).read_bytes())
 
 
-def _work(plan: SearchPlan, report: Report) -> None:
+def _work(plan: SearchPlan, on_event: OnEvent) -> None:
     """Run the search in the subreaper's child."""
     try:
-        engine().search(plan, lambda line: report({"line": json.loads(json.dumps(line, default=str))}))
-        report({"end": 0})
+        engine().search(plan, lambda line: on_event({"line": json.loads(json.dumps(line, default=str))}))
+        on_event({"end": 0})
     except DistributedError as error:
-        report({"end": error.exit_code, "error": str(error)})
+        on_event({"end": error.exit_code, "error": str(error)})
     except BaseException as error:  # the top frame of a process: the parent must receive every error
         lines = [line for line in str(error).splitlines() if line.strip()]
         text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
-        report({"end": 3, "error": f"the search failed ({text}): see {plan.directory / 'search.log'}"})
+        on_event({"end": 3, "error": f"the search failed ({text}): see {plan.directory / 'search.log'}"})
         raise
 
 
@@ -319,7 +321,7 @@ class _End:
 
 
 class _SearchWatch:
-    """Read the reports of the search, and pass a stop request on to it."""
+    """Read the events of the search, and pass a stop request on to it."""
 
     def __init__(
         self,
@@ -327,7 +329,7 @@ class _SearchWatch:
         sweep: Sweep,
         subreaper: Subreaper,
         signals: Signals,
-        table: Table,
+        table: TrialTable,
         tracked: SweepRun | None,
     ) -> None:
         self._plan, self._sweep, self._subreaper, self._signals, self._table = plan, sweep, subreaper, signals, table
@@ -337,13 +339,13 @@ class _SearchWatch:
 
     def run(self) -> _End:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._subreaper.reports, selectors.EVENT_READ)
+            selector.register(self._subreaper.events, selectors.EVENT_READ)
             selector.register(self._signals, selectors.EVENT_READ)
             while True:
                 ready = [key.fileobj for key, _ in selector.select(self._patience())]
                 if self._stops(self._signals.read()):
                     return self._end
-                if self._subreaper.reports in ready and not self._hear():
+                if self._subreaper.events in ready and not self._hear():
                     return self._end
 
     def _patience(self) -> float | None:
@@ -363,14 +365,14 @@ class _SearchWatch:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _hear(self) -> bool:
-        """Handle the reports of the search. Return False once it has ended."""
-        reports = self._subreaper.read()
-        for report in reports or ():
-            if "line" in report:
-                record_line(self._sweep, report["line"])
+        """Handle the events of the search. Return False once it has ended."""
+        events = self._subreaper.read()
+        for event in events or ():
+            if "line" in event:
+                record_line(self._sweep, event["line"])
                 if self._tracked is not None:
-                    self._tracked.hear(report["line"])
-                self._table.show(report["line"])
+                    self._tracked.hear(event["line"])
+                self._table.show(event["line"])
             else:
-                self._end.exit_code, self._end.error = report["end"], report.get("error")
-        return reports is not None
+                self._end.exit_code, self._end.error = event["end"], event.get("error")
+        return events is not None

@@ -1,4 +1,4 @@
-"""Running a search plan with its engine, and writing the journal of the search."""
+"""Run a search plan with its engine, and write the journal of the search."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from distributed.tuning.plan import SearchPlan
 from distributed.tuning.sweep import Sweep
 
-_ENGINE = "distributed.tuning.ray.search"  # its `__all__` is what this room uses of it
+_ENGINE = "distributed.tuning.ray.search"  # the rest of `tuning` uses only the names in `__all__` of this module
 
 
 def engine() -> Any:
@@ -18,8 +18,8 @@ def engine() -> Any:
 
 
 def run_search(plan: SearchPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]], object] = lambda line: None) -> None:
-    """Run `plan` in this process. Each line of the journal is written first, then passed to `show`. Raises
-    DistributedError."""
+    """Run `plan` in this process. Each line of the journal is written first, then passed to `show`. Raises DistributedError
+    if the search cannot run, or if every trial failed."""
 
     def listen(line: Mapping[str, Any]) -> None:
         record_line(sweep, line)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributed.config.unique_names import read_unique
+from distributed.config.reading_yaml import read_unique
 from distributed.errors import ConfigError, nearest
 
 _EXAMPLE = "learning_rate: {loguniform: [1e-4, 1e-1]}"
@@ -34,7 +34,7 @@ class Dimension:
 
     @property
     def is_searched(self) -> bool:
-        """Whether there is more than one value."""
+        """Return whether there is more than one value."""
         return self.kind != "constant"
 
     def at(self, unit: float) -> Any:
@@ -48,7 +48,7 @@ class Dimension:
         return self.values[min(int(unit * len(self.values)), len(self.values) - 1)]
 
     def unit(self, value: Any) -> float:
-        """Return a position of `value`, from which `at` returns the value again."""
+        """Return a position of `value` in the dimension, for which `at` returns `value` again."""
         if self.kind == "uniform":
             return float((value - self.low) / (self.high - self.low))
         if self.kind == "loguniform":
@@ -83,20 +83,13 @@ def _text(value: Any) -> str:
 
 def read_space(path: str | os.PathLike[str]) -> dict[str, Dimension]:
     """Return the space in a YAML file. Raises ConfigError with the file and the name."""
-    import yaml
-
     where = f"search space {str(path)!r}"
-    try:
-        content, _ = read_unique(path, where)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}," if mark else ""
-        raise ConfigError(f"{where}{line} is not YAML: write lines such as '{_EXAMPLE}'") from None
+    content, _ = read_unique(path, where, f"lines such as '{_EXAMPLE}'")
     return make_space(content, where)
 
 
 def make_space(content: Any, where: str = "search_space") -> dict[str, Dimension]:
-    """Return the space that `content` describes. Raises ConfigError if it is no space, or if it contains only
+    """Return the space that `content` describes. Raises ConfigError if `content` is not a space, or has only
     constants."""
     if not isinstance(content, Mapping) or not content:
         what = "is empty" if not content else f"is a {type(content).__name__}"
@@ -123,7 +116,7 @@ def _dimension(where: str, value: Any) -> Dimension:
 
 
 def _written(where: str, value: Mapping[str, Any]) -> Dimension:
-    """Return the dimension of `{kind: arguments}`."""
+    """Return the dimension for a mapping from one kind to its arguments, such as `{uniform: [0, 1]}`."""
     if len(value) != 1:
         raise ConfigError(f"{where} has {len(value)} kinds: write one of {', '.join(_KINDS)}, as {{uniform: [0, 1]}}")
     ((kind, arguments),) = value.items()
@@ -174,7 +167,7 @@ def _number(value: Any) -> Any:
 
 
 def _of_library(where: str, domain: Any, sample: Callable[..., Any]) -> Dimension:
-    """Return the dimension of a search library's domain. A domain of unknown kind is asked for each value."""
+    """Return the dimension for a domain of a search library. If its kind is unknown, the library draws each value."""
     categories = getattr(domain, "categories", None)
     if categories is not None:
         return _choice(where, list(categories))

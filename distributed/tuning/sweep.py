@@ -1,4 +1,4 @@
-"""Files of a sweep: a journal of all trials, and the result as `sweep.json` and `best.yaml`.
+"""Files of a search: a journal of all trials, and the result as `sweep.json` and `best.yaml`.
 
 DIR/sweep.yaml      configuration of the search
 DIR/trials.jsonl    journal with one line for each event; everything else is made from it
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
-from distributed.config.merging import Overrides, split_sweep
+from distributed.config.merging import Overrides, joined, split_sweep
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
+from distributed.state import EpochMetrics
 from distributed.tuning.space import Space
 
-Row = Mapping[str, Any]
 OPEN = ("running", "waiting")  # states of a trial that has not ended
 
 
@@ -39,9 +39,9 @@ class TrialRecord:
     # the values of each row; a scheduler may change them between rows
     configs: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     error: str | None = None
-    seconds: float = 0.0  # time during which it was running
-    cloned: int | None = None  # number of the trial whose state it took over last
-    since: float | None = None  # when it last began to run, in seconds since the epoch
+    seconds: float = 0.0  # time during which the trial was running
+    cloned: int | None = None  # number of the trial whose state this trial took over last
+    since: float | None = None  # when the trial last began to run, in seconds since the epoch
 
     @property
     def name(self) -> str:
@@ -53,7 +53,7 @@ class TrialRecord:
         return max((int(row.get("epoch", number + 1)) for number, row in enumerate(self.rows)), default=0)
 
     def best_row(self, metric: str, mode: str) -> dict[str, Any] | None:
-        """Return the row with the best value of the metric, or None if no row has a finite one."""
+        """Return the row with the best value of the metric, or None if no row has a finite value."""
         best = self._best_index(metric, mode)
         return None if best is None else self.rows[best]
 
@@ -72,7 +72,7 @@ def _recalled(config: Mapping[str, Any], space: Space) -> dict[str, Any]:
     return {name: space[name].recalled(value) if name in space else value for name, value in config.items()}
 
 
-def score_of(row: Row, metric: str, mode: str) -> float:
+def score_of(row: EpochMetrics, metric: str, mode: str) -> float:
     """Return the metric as a score of which the smallest is best. It is infinity if the metric is missing or not
     finite."""
     value = row.get(metric)
@@ -81,13 +81,21 @@ def score_of(row: Row, metric: str, mode: str) -> float:
     return float(value if mode == "min" else -value)
 
 
+def progress_of(row: EpochMetrics, number: int) -> int:
+    """Return how far a trial is at this row: its number of validations if these do not follow the epochs, else its number of epochs.
+
+    `number` is the number of the report, from 1, which counts if the row says neither.
+    """
+    return int(row.get("validations", row.get("epoch", number)))
+
+
 class Sweep:
     """All trials of one search, in memory and on disk. Only one process may write."""
 
     def __init__(self, directory: Path, metric: str, mode: str) -> None:
         self.directory, self.metric, self.mode = directory, metric, mode
         self.records: dict[int, TrialRecord] = {}
-        self.run = RunDirectory(directory)  # locked while trials run
+        self.run = RunDirectory(directory)  # its lock is held while trials run
 
     @property
     def journal(self) -> Path:
@@ -206,7 +214,7 @@ class Sweep:
         if best is None:
             return None
         settings, others, _ = split_sweep(best.best_config(self.metric, self.mode))
-        flags = {**overrides.file, **overrides.flag, **settings}
+        flags = joined(overrides.values(), settings)
         content: dict[str, Any] = {}
         if overrides.script is not None:
             content = {"script": overrides.script, "script_args": [*overrides.script_args, *as_arguments(others)]}
@@ -233,7 +241,7 @@ class Sweep:
 def _sources(overrides: Overrides, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the source of each setting, as in the config.yaml of a run. Values of the search space count as flags."""
     sources: dict[str, str] = {}
-    for layer, given in (("file", overrides.file), ("flag", {**overrides.flag, **settings})):
+    for layer, given in (("file", overrides.file), ("flag", joined(overrides.flag, settings))):
         for name, value in given.items():
             sources[name] = layer
             if isinstance(value, Mapping):
@@ -242,7 +250,7 @@ def _sources(overrides: Overrides, settings: Mapping[str, Any]) -> dict[str, str
 
 
 def as_arguments(values: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return values that are no settings as arguments of a script: `--name value`."""
+    """Return values that are not settings as arguments of a script: `--name value`."""
     return tuple(word for name, value in values.items() for word in (f"--{name}", _text(value)))
 
 
@@ -265,21 +273,21 @@ def _as_yaml(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
-# ------------------------------------------------------------------ a sweep that goes on
+# ------------------------------------------------------------------ a search that goes on
 
 
 def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[str, Any], resume: bool) -> Sweep:
-    """Open the sweep in `directory` and lock the directory. With `resume`, read the journal of an earlier process.
+    """Open the search in `directory` and lock the directory. With `resume`, read the journal of an earlier process.
 
     Args:
-        directory: run directory of the sweep.
+        directory: run directory of the search.
         metric: name of the metric that is optimised.
         mode: "min" or "max".
         configuration: settings, search space and flags of the search. A resume must have the same one.
-        resume: whether to continue a sweep that was cut off.
+        resume: whether to continue a search that was cut off.
 
     Raises:
-        ConfigError: the directory holds another sweep, or none to resume.
+        ConfigError: the directory holds another search, or none to resume.
     """
     import yaml
 
@@ -299,7 +307,7 @@ def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[s
     sweep.run.lock()
     sweep.read()
     (directory / "trials").mkdir(exist_ok=True)
-    for record in sweep.records.values():  # reports that did not reach the journal are to be sent again
+    for record in sweep.records.values():  # so that reports that did not reach the journal are sent again
         last = sweep.trial_dir(record.number).with_name(f"{record.name}.last.json")
         last.unlink(missing_ok=True)
         if record.rows:
@@ -323,7 +331,7 @@ def _configuration_before(file: Path) -> Mapping[str, Any]:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """Raise ConfigError if a resumed sweep has another configuration. Its number of trials may only grow."""
+    """Raise ConfigError if a resumed search has another configuration. Its number of trials may only grow."""
     # in the order of the command line, because later settings follow from earlier ones
     for name in {**now, **before}:
         one, other = before.get(name), now.get(name)

@@ -1,4 +1,4 @@
-"""Trials of a sweep on standard output: a live table on a terminal, otherwise one line for each trial that ends."""
+"""Trials of a search on standard output: a live table on a terminal, otherwise one line for each trial that ends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _GAP = "  "
 _ROOM = 8  # lines of the terminal that are reserved for other output
 
 
-class Table:
-    """Show a sweep on standard output while it runs."""
+class TrialTable:
+    """Show a search on standard output while it runs."""
 
     def __init__(self, sweep: Sweep, num_samples: int, lines: list[str]) -> None:
         self._sweep, self._num_samples = sweep, num_samples
@@ -48,7 +48,7 @@ class Table:
                 print(line, flush=True)  # noqa: T201 - the display of a command
 
     def show(self, line: Mapping[str, Any]) -> None:
-        """Show the event of a journal line. The sweep must already contain it."""
+        """Show the event of a journal line. The search must already contain it."""
         record = self._sweep.records[line["trial"]]
         if line["event"] == "retried":
             self.print_line(f"trial {record.name}  failed and continues: {line['error']}")

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from distributed.config.addresses import refuse_address
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig, Overrides, merge
 from distributed.config.settings import canonical
@@ -64,11 +65,11 @@ class DistributedTuner:
         max_concurrent: number of trials that run at once (default: as many as the resources allow).
         max_failures: how often a crashed trial restarts from its newest checkpoint.
         run_dir: directory of the trials (default: `runs/<script>-<time>-<id>`).
-        resume: whether to continue the sweep in `run_dir`.
+        resume: whether to continue the search in `run_dir`.
         address: a Ray cluster to join, HOST:PORT (default: the one that this process is connected to, otherwise a new
             local one).
         settings: fields of DistributedConfig for every trial, such as `mlflow_tracking=True`. Arguments of a Trainer in
-            `train_fn` take precedence over them; they take precedence over those in a script.
+            `train_fn` take precedence over these settings. These settings take precedence over those in a script.
 
     Raises:
         ConfigError: an argument is wrong. Checked before any trial starts.
@@ -104,7 +105,7 @@ class DistributedTuner:
             )
         mode = mode_of(metric, mode)
         if resume and run_dir is None:
-            raise ConfigError("resume=True needs the directory of the sweep: add run_dir")
+            raise ConfigError("resume=True needs the directory of the search: add run_dir")
         self.train_fn, self.metric, self.mode = train_fn, metric, mode
         self.space: Space = make_space(search_space)
         self.scheduler, self.scheduler_options = check_scheduler(scheduler, scheduler_options or {})
@@ -145,6 +146,7 @@ class DistributedTuner:
             TrainingInterrupted: SIGTERM (exit code 143). The trials have saved, and `sweep.json` is written.
         """
         number = check_search(self._search, self.space, num_samples)
+        refuse_address(self._run_dir or "", "a search")
         directory = Path(self._run_dir if self._run_dir is not None else choose_run_dir(script_name())).absolute()
         job = self._job(directory)
         plan = SearchPlan(
@@ -153,7 +155,7 @@ class DistributedTuner:
             max_concurrent=self._max_concurrent, max_failures=self._max_failures, address=self._address,
             gpus_if_any=self._gpus_if_any,
         )  # fmt: skip
-        engine().check_here(plan)  # before the directory is created, which would refuse the corrected call
+        engine().check_here(plan)  # before the directory is created: a corrected call would refuse an existing one
         check_directories(self._merged())
         sweep = open_sweep(directory, self.metric, self.mode, self._configuration(number), self._resume)
         sweep.recall(self.space)
@@ -206,7 +208,7 @@ class DistributedTuner:
 
     @property
     def run_dir(self) -> Path:
-        """Directory of the sweep. Available after `tune()`."""
+        """Directory of the search. Available after `tune()`."""
         return self._done().directory
 
     @property
@@ -228,18 +230,18 @@ class DistributedTuner:
 
     @property
     def best_checkpoint(self) -> Path:
-        """Checkpoint from the best epoch of the best trial, or its newest one if that epoch's was not kept."""
+        """Checkpoint of the best row of the best trial, or its newest one if that was not kept."""
         sweep, best = self._done(), self._best()
         row = best.best_row(self.metric, self.mode) or {}
-        found = checkpoint_of(sweep.trial_dir(best.number), row.get("epoch"))
+        found = checkpoint_of(sweep.trial_dir(best.number), row.get("step"))
         if found is None:
             raise ConfigError(f"trial {best.name} saved no checkpoint: train with a Trainer in train_fn")
         return found
 
     def best_trainer(self) -> Any:
-        """Return the Trainer that `train_fn` makes with the best values, with the weights of `best_checkpoint`.
+        """Return the Trainer that `train_fn` creates with the best values, with the weights of `best_checkpoint`.
 
-        Calls `train_fn` in this process, up to its `fit`, which does not train.
+        This calls `train_fn` in this process up to its call of `fit`, which does not train.
 
         Raises:
             ConfigError: the job is a script, the best trial saved no checkpoint, or `train_fn` calls no `fit` of a
@@ -272,7 +274,7 @@ class DistributedTuner:
 
 
 class _Made(BaseException):
-    """Carries a Trainer out of the function that would train it."""
+    """Carry a Trainer out of the function that would train it."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__("a trainer was made")
@@ -305,7 +307,7 @@ def _check_names(space: Space, settings: Mapping[str, Any]) -> None:
 
 
 def _check_numbers(**counts: Any) -> None:
-    """Raise ConfigError for a value that is no integer or too small. `num_gpus` and `max_concurrent` may be None."""
+    """Raise ConfigError for a value that is not an integer or is too small. `num_gpus` and `max_concurrent` may be None."""
     for name, value in counts.items():
         if value is None and name in ("num_gpus", "max_concurrent"):
             continue
@@ -358,6 +360,7 @@ def _trials_on(num_gpus: int, each: float) -> int:
 
 
 def _row(sweep: Sweep, record: TrialRecord) -> dict[str, Any]:
+    """Return the row of a trial in `DistributedTuner.results`."""
     metrics = record.best_row(sweep.metric, sweep.mode) or {}
     config = record.best_config(sweep.metric, sweep.mode)
     first = {"trial": record.name, "status": record.status}

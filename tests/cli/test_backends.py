@@ -8,6 +8,7 @@ import pytest
 
 from distributed.backends import capabilities
 from distributed.backends.capabilities import (
+    NO_SETTINGS,
     SEVERAL,
     Capabilities,
     Condition,
@@ -27,18 +28,18 @@ def test_every_backend_has_its_line_and_column(capsys):
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0] in REGISTRY] == list(REGISTRY)
     (head,) = [line for line in lines if line.startswith("setting")]
-    assert head.split() == ["setting", *(row.group for row in REGISTRY.values())]
+    assert head.split() == ["setting", *(entry.group for entry in REGISTRY.values())]
     (several,) = [line for line in lines if line.startswith(SEVERAL)]
     words = dict(zip(REGISTRY, several.removeprefix(SEVERAL).split(), strict=True))
-    assert words == {name: "no" if row.single_process else "yes" for name, row in REGISTRY.items()}
+    assert words == {name: "no" if entry.single_process else "yes" for name, entry in REGISTRY.items()}
 
 
 def test_no_setting_is_left_out():
     shown = {field_of(name) for name in table(all_capabilities())} | set(everywhere(all_capabilities()))
-    own = {row.group for row in REGISTRY.values()}
+    own = {entry.group for entry in REGISTRY.values()}
     fields = set(DistributedConfig.__dataclass_fields__) - set(GROUPS) | {"data.presharded"}
     assert own | {"data"} == set(GROUPS)
-    assert shown - {SEVERAL} == fields
+    assert shown - set(NO_SETTINGS) == fields
 
 
 @pytest.mark.parametrize("name", list(REGISTRY))
@@ -88,7 +89,7 @@ def test_a_value_that_is_refused_leaves_the_others():
 
 
 def test_what_is_missing_is_said_with_its_command(monkeypatch, capsys):
-    monkeypatch.setattr(capabilities, "missing_libraries", lambda row: ("engine",) if row.name == "fsdp" else ())
+    monkeypatch.setattr(capabilities, "missing_libraries", lambda entry: ("engine",) if entry.name == "fsdp" else ())
     assert run(["backends"]) == 0
     assert "not installed here (engine): run pip install 'distributed-trainer[torch]'" in " ".join(
         capsys.readouterr().out.split()

@@ -46,8 +46,8 @@ def test_without_torch_it_says_the_command_and_exits_3(run_python):
 def test_a_library_that_was_built_for_another_torch_is_not_called_usable(tmp_path, monkeypatch):
     (tmp_path / "built_for_another.py").write_text("raise ImportError('x.so: undefined symbol: _ZN3c104impl')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    row = dataclasses.replace(REGISTRY["horovod"], requires=(), compiled="built_for_another")
-    assert doctor.check_backend(row, is_default=False) == doctor.Check(
+    entry = dataclasses.replace(REGISTRY["horovod"], requires=(), compiled="built_for_another")
+    assert doctor.check_backend(entry, is_default=False) == doctor.Check(
         "horovod", doctor.MISSING,
         "built_for_another does not load (ImportError: x.so: undefined symbol: _ZN3c104impl):"
         " run 'make horovod' (builds it for the installed torch)",
@@ -75,10 +75,10 @@ def test_our_own_package_as_users_install_it_is_no_clash(monkeypatch):
 
 
 def test_missing_library_of_an_optional_backend_is_no_failure():
-    row = dataclasses.replace(REGISTRY["single"], name="other", requires=("no_such_engine",), install="make other")
+    entry = dataclasses.replace(REGISTRY["single"], name="other", requires=("no_such_engine",), install="make other")
 
-    assert doctor.check_backend(row, is_default=True).status == doctor.BAD
-    assert doctor.check_backend(row, is_default=False) == doctor.Check(
+    assert doctor.check_backend(entry, is_default=True).status == doctor.BAD
+    assert doctor.check_backend(entry, is_default=False) == doctor.Check(
         "other", doctor.MISSING, "no no_such_engine: run make other"
     )
 

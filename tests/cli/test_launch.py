@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -160,9 +161,9 @@ def test_a_slow_library_is_imported_by_the_launcher_of_workers_on_cpus(run_pytho
     needs_backend(backend)
     script = f"""
         import pkgutil, sys
-        from distributed.config.registry import backend_row
+        from distributed.config.registry import backend_entry
         from distributed.launching.request import LaunchRequest
-        row = backend_row({backend!r})
+        row = backend_entry({backend!r})
         for device in ("cuda", "cpu"):
             pkgutil.resolve_name(row.warm_up)(LaunchRequest("run", device=device, environ=row.environ))
             print(device, {module!r} in sys.modules)
@@ -473,7 +474,7 @@ def test_killing_the_launcher_kills_everybody_and_frees_the_directory(start, run
     second = run_cli([*train(script), "--resume"], cwd=tmp_path)
     command.signal(signal.SIGKILL)
 
-    assert second.returncode == 2
+    assert second.returncode == 3  # the holder may end soon, so it is worth another attempt
     assert f"is in use by process {command.pid} on " in second.stderr
     command.process.wait()
     poll(lambda: command.alive() == [], 5, lambda: f"still there: {command.alive()}")
@@ -557,7 +558,7 @@ def test_a_node_does_not_wait_for_ever_for_one_that_has_failed(start, tmp_path):
     nodes = []
     for node in (1, 0):
         command = light(
-            script, num_nodes=2, node_rank=node, master_port=port, start_timeout=30.0, max_restarts=0, timeout_s=1.0, resume=True,
+            script, num_nodes=2, node_rank=node, master_port=port, start_timeout=30.0, max_restarts=0, resume=True,
         )  # fmt: skip
         file = script.with_suffix(f".{node}.json")
         script.with_suffix(".json").rename(file)
@@ -567,8 +568,7 @@ def test_a_node_does_not_wait_for_ever_for_one_that_has_failed(start, tmp_path):
 
     assert [failed.returncode, waiting.returncode] == [1, 1]
     assert "error: rank" in failed.stderr and "exited with code 1" in failed.stderr, failed.output
-    text = "warning: node 1 has failed, and its console and RUN/logs show why: the workers of this node get 1 s (timeout_s) to end"
-    assert text in waiting.stderr and "error: another node ended this run" in waiting.stderr, waiting.output
+    assert re.search(r"^error: rank \d on node 1 \(.*\) exited with code 1", waiting.stderr, re.M), waiting.output
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 
 

@@ -226,11 +226,11 @@ def test_a_backend_without_its_library_is_left_out_of_all(monkeypatch, tmp_path)
     from distributed.parity import comparison as module
 
     monkeypatch.setattr(capabilities, "missing_libraries", lambda row: ("engine",) if row.name == "fsdp" else ())
-    report = module.Report("s.py", 5, 1e-9)
+    result = module.ParityResult("s.py", 5, 1e-9)
     options = ParityOptions("s.py", (), tuple(REGISTRY), True, (1,), 5, 1e-9, None, (), DistributedConfig(), tmp_path)
-    assert list(module._usable(options, report)) == [name for name in REGISTRY if name != "fsdp"]
-    (skipped,) = report.skipped
-    assert skipped.what == "fsdp" and REGISTRY["fsdp"].install in skipped.reason and report.is_good
+    assert list(module._usable(options, result)) == [name for name in REGISTRY if name != "fsdp"]
+    (skipped,) = result.skipped
+    assert skipped.what == "fsdp" and REGISTRY["fsdp"].install in skipped.reason and result.is_good
 
 
 def test_options_of_a_backend_go_to_its_runs(tmp_path):
@@ -246,7 +246,7 @@ def test_options_of_a_backend_go_to_its_runs(tmp_path):
 
 
 def measured(monkeypatch, tmp_path, refusing, *backends, dependent=(), cut=0.0):
-    """The report of runs that all give the same numbers, except that those of `refusing` refuse the script, and slices move the
+    """The result for runs that all give the same numbers, except that those of `refusing` refuse the script, and slices move the
     weights by `cut`."""
     from distributed.parity import comparison as module
 
@@ -268,24 +268,24 @@ def measured(monkeypatch, tmp_path, refusing, *backends, dependent=(), cut=0.0):
 
 def test_a_script_that_one_framework_refuses_is_compared_within_the_other(monkeypatch, tmp_path):
     of_torch = {name for name, row in REGISTRY.items() if row.alone == "single"}
-    report = measured(monkeypatch, tmp_path, of_torch)
+    result = measured(monkeypatch, tmp_path, of_torch)
     assert (
-        {each.reference for each in report.compared}
-        == {each.cell.backend for each in report.compared}
+        {each.reference for each in result.compared}
+        == {each.cell.backend for each in result.compared}
         == {"tensorflow"}
     )
-    assert {each.what for each in report.skipped} == of_torch and report.is_good
+    assert {each.what for each in result.skipped} == of_torch and result.is_good
 
-    report = measured(monkeypatch, tmp_path, {"tensorflow"})
-    assert {each.reference for each in report.compared} == {"single"} and report.is_good
-    assert [each.what for each in report.skipped] == ["tensorflow"]
+    result = measured(monkeypatch, tmp_path, {"tensorflow"})
+    assert {each.reference for each in result.compared} == {"single"} and result.is_good
+    assert [each.what for each in result.skipped] == ["tensorflow"]
 
 
 @pytest.mark.parametrize(("dependent", "verdict"), [((), "floor"), (("2 (BatchNorm1d)",), "split")])
 def test_slices_are_no_floor_where_results_depend_on_them(monkeypatch, tmp_path, dependent, verdict):
-    report = measured(monkeypatch, tmp_path, (), "pytorch-ddp", dependent=dependent, cut=4.0)
-    (found,) = {each.verdict for each in report.compared if each.cell.cut > 1}
-    assert found == verdict and (report.floors["single"] == 4.0) == (verdict == "floor")
+    result = measured(monkeypatch, tmp_path, (), "pytorch-ddp", dependent=dependent, cut=4.0)
+    (found,) = {each.verdict for each in result.compared if each.cell.cut > 1}
+    assert found == verdict and (result.floors["single"] == 4.0) == (verdict == "floor")
 
 
 def test_a_backend_that_was_named_and_refuses_the_script_is_an_error(monkeypatch, tmp_path):
@@ -306,12 +306,12 @@ def test_weights_that_are_no_numbers_are_near_nothing():
     from distributed.parity import comparison as module
 
     inf = float("inf")
-    report = module.Report("s.py", 5, 1e-9, floors={"single": inf})
+    result = module.ParityResult("s.py", 5, 1e-9, floors={"single": inf})
     cell = module.Cell("deepspeed", 2, "float32")
     each = module.Compared(cell, "single", weights=inf, losses=inf, first_loss=0.0, step_s=0.1)
-    assert module._verdict(each, report) == "FAR"
-    report.floors["single"] = 1e-6
-    assert module._verdict(dataclasses.replace(each, weights=2e-6), report) == "ok"
+    assert module._verdict(each, result) == "FAR"
+    result.floors["single"] = 1e-6
+    assert module._verdict(dataclasses.replace(each, weights=2e-6), result) == "ok"
 
 
 def test_a_number_of_processes_written_in_two_ways_is_one():

@@ -24,18 +24,19 @@ from distributed.launching.script import check_script
 FLAGS = """
 --script --config --set --run-dir --resume --dry-run --help --token-file
 --backend --nproc-per-node --num-gpus --num-nodes --gpus-per-node --device
---node-rank --master-addr --master-port --address
+--node-rank --master-addr --master-port --address --wait
 --epochs --max-steps --batch-size --global-batch-size --gradient-accumulation-steps
 --seed --deterministic --no-deterministic
---shuffle --no-shuffle --dtype --early-stopping-patience --monitor --monitor-mode
---learning-rate --lr-scaling --gradient-clipping --mixed-precision --scaler-init-scale --scaler-growth-interval
+--shuffle --no-shuffle --init-from --dtype --validate-every-n-steps --max-validation-batches --early-stopping-patience --monitor --monitor-mode
+--optimizer --learning-rate --weight-decay --scheduler --min-learning-rate
+--lr-scaling --gradient-clipping --mixed-precision --scaler-init-scale --scaler-growth-interval
 --activation-checkpointing --no-activation-checkpointing --compile --no-compile --communication-backend
 --checkpoint-dir --resume-from-checkpoint --checkpoint-frequency --checkpoint-every-n-steps --checkpoint-every-s
 --keep-latest-k --keep-best --no-keep-best --log-every-n-steps --verbose --no-verbose
---mlflow-tracking --no-mlflow-tracking
+--loggers --mlflow-tracking --no-mlflow-tracking
 --mlflow-experiment --tensorboard --no-tensorboard --tensorboard-dir --profile --no-profile
 --max-restarts --restart-on-exception --no-restart-on-exception --nan-policy
---world-size --rank --save-interval --gradient-clip-norm --bucket-size-mb --bucket-cap-mb
+--world-size --rank --nnodes --rdzv-endpoint --save-interval --gradient-clip-norm --bucket-size-mb --bucket-cap-mb
 --no-nccl --gradient-checkpointing --use-gradient-checkpointing --find-unused-parameters --static-graph
 """
 
@@ -149,7 +150,7 @@ WRONG = [
     ([*HERE, "--run-dir", "."], 2, "run directory '.' is not empty"),
     ([*HERE, "--num-gpus", "6", "--num-nodes", "2", "--gpus-per-node", "4"], 2, "set num_gpus=8 or drop it"),
     ([*HERE, "--num-gpus", "64"], 3, "use --num-gpus 0 --nproc-per-node 64 for CPU processes with gloo"),
-    ([*HERE, "--num-nodes", "2", "--run-dir", "new"], 2, "needs the same master_port on every node"),
+    ([*HERE, "--num-nodes", "2", "--run-dir", "new"], 2, "num_nodes=2 needs the address of node 0 on every node: set master_addr"),
     ([*HERE, "--batch-size", "4", "--global-batch-size", "9"], 2, "global_batch_size=9 is not a multiple"),
 ]  # fmt: skip
 
@@ -175,7 +176,21 @@ def test_a_port_in_use_is_known_before_anything_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here.py").touch()
     with socket.create_server(("", 0)) as taken, pytest.raises(ResourceError, match="Address already in use"):
-        run([*HERE, "--num-nodes", "2", "--run-dir", "new", "--master-port", str(taken.getsockname()[1])])
+        run(
+            [
+                *HERE,
+                "--num-nodes",
+                "2",
+                "--master-addr",
+                "localhost",
+                "--node-rank",
+                "0",
+                "--run-dir",
+                "new",
+                "--master-port",
+                str(taken.getsockname()[1]),
+            ]
+        )
     assert names(tmp_path) == ["here.py"]
 
 
@@ -310,7 +325,7 @@ def test_the_command_that_goes_on_names_the_interpreter_that_python_does_not_fin
     monkeypatch.setattr(shutil, "which", lambda name: on_path and f"{tmp_path}/{on_path}")
     request = LaunchRequest("runs/one", script_args=("a b",))
     command = f"{shown.format(tmp_path)} -m distributed.cli train --epochs 2 --run-dir runs/one --resume -- 'a b'"
-    assert _again(["--epochs", "2"], request) == command
+    assert _again(["--epochs", "2"], request, "runs/one") == command
 
 
 def test_the_command_that_goes_on_with_a_run_of_the_launcher_is_one_of_train(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from distributed.cli.__main__ import run
+from distributed.config.merging import merge
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher import start
 
@@ -82,13 +83,21 @@ def test_world_size_alone_is_refused(plan):
     assert processes(plan("--nproc-per-node", "4", WORLD_SIZE="4")).startswith("4 processes")
 
 
+def test_the_launcher_merges_the_settings_once_with_what_the_environment_adds(plan, monkeypatch):
+    merged = []
+    monkeypatch.setattr(start, "merge", lambda *layers: merged.append(merge(*layers)) or merged[-1])
+    pod = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "h", "PET_MASTER_PORT": "29500"}
+    assert processes(plan("--world-size", "4", **pod)).startswith("2 processes on each of 2 nodes")
+    assert [(each.config.node_rank, each.config.nproc_per_node) for each in merged] == [(1, 2)]
+
+
 # --world-size and --rank
 
 
 def test_world_size_is_the_number_of_processes_over_all_nodes(plan, monkeypatch, tmp_path):
     assert processes(plan("--world-size", "4")).startswith("4 processes, device cpu")
-    nodes = ["--num-nodes", "2", "--master-port", "0"]
-    (tmp_path / "nodes.yaml").write_text("num_nodes: 2\nmaster_port: 29511\nnode_rank: 1\n")
+    nodes = ["--num-nodes", "2", "--master-addr", "localhost"]
+    (tmp_path / "nodes.yaml").write_text("num_nodes: 2\nmaster_addr: localhost\nmaster_port: 29511\nnode_rank: 1\n")
     assert processes(plan("--world-size", "4", "--config", "nodes.yaml")).startswith("2 processes on each of 2 nodes")
     with pytest.raises(ConfigError, match=r"world_size=3 is not divisible by num_nodes=2: set a multiple of 2"):
         plan("--world-size", "3", *nodes)

@@ -49,7 +49,7 @@ ROWS = {
 
 def ends_the_run(listener):
     """Return whether a message to the socket may end the run and so close the others. It is attacked last."""
-    return listener.service == "the nodes' store"
+    return listener.service == "TCPStore"
 
 
 def attack(listeners, marker, can_end=False):
@@ -138,7 +138,7 @@ def test_a_stranger_runs_nothing_and_changes_no_bit(name, tmp_path):
     marker = tmp_path / "private" / "marker"
     with listening.Run(start, tmp_path, clean_environment()) as run:
         listeners = run.listeners()
-        can_end = "nodes" in name  # docs/security.md says that whoever reaches the nodes' store can end the run
+        can_end = "nodes" in name  # docs/security.md says that whoever reaches the workers' store can end the run
         attack(listeners, marker, can_end)
         if start.backend == "ray":
             check_token([each for each in listeners if each.process == "gcs_server" and each.port is not None], run)

@@ -30,6 +30,8 @@ OF_SUITE = {
     "shuffle": "same numbers: in-order",
     "learning_rate": "same numbers: adamw",
     "lr_scaling": "scaled rate",
+    "optimizer": "same numbers: named",
+    "scheduler": "same numbers: named",
     "warmup_steps": "same numbers: sgd-schedule-clip-warmup",
     "scheduler_interval": "same numbers: epoch-schedule",
     "gradient_clipping": "clipping",
@@ -45,7 +47,7 @@ OF_SUITE = {
 OF_ALL = {
     "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
     "data.presharded", "profile",
-    "num_nodes", "master_addr",
+    "num_nodes", "master_addr", "nproc_per_node", "min_nproc_per_node", "num_gpus", "gpus_per_node", "device", "wait",
 }  # fmt: skip
 
 
@@ -55,7 +57,8 @@ def read_by_adapters():
 
 
 def test_what_the_adapters_read_is_listed():
-    by_another_name = {"mixed_precision", "data.presharded"}  # Backend.mixed_precision, config.options("data")
+    # Backend.mixed_precision, config.options("data"), distributed.config.optimization
+    by_another_name = {"mixed_precision", "data.presharded", "scheduler"}
     assert read_by_adapters() | by_another_name == set(OF_SUITE) | OF_ALL
 
 

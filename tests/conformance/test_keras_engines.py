@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends import make_backend
+from distributed.backends import entry_in_use, make_backend
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
-from distributed.config.registry import row_in_use
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.state import Job
@@ -190,6 +189,6 @@ def test_models_of_other_libraries_are_refused(monkeypatch):
 def test_the_option_sets_the_environment_of_the_workers():
     def variables(engine):
         config = DistributedConfig(backend="horovod", horovod={"keras_backend": engine})
-        return row_in_use(config, "horovod").environ["KERAS_BACKEND"]
+        return entry_in_use(config, "horovod").environ["KERAS_BACKEND"]
 
     assert [variables(engine) for engine in ("torch", "tensorflow")] == ["torch", "tensorflow"]

@@ -7,15 +7,17 @@ import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
 
+from distributed import load_weights
 from distributed.cli.__main__ import run as run_command
 from distributed.errors import ResourceError
 from distributed.loggers._mlflow import sender as sender_module
 from distributed.loggers._mlflow.database import make_whole
-from distributed.loggers._mlflow.spool import RunRecord, Spool
+from distributed.loggers._mlflow.spool import RunRecord, spool_of
 from distributed.loggers._mlflow.system import SystemSampler
 from tests.conftest import poll
 from tests.mlflow_server import door, mlflow_server
@@ -174,7 +176,7 @@ def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
     directory = Path(mlflow.artifacts.download_artifacts(f"models:/net/{version.version}"))
     # The download adds registered_model_meta.
     names = {path.name for path in directory.iterdir()} - {"registered_model_meta"}
-    assert names == {"MLmodel", "model.json", "model.safetensors"}
+    assert names == {"MLmodel", "model.json", "model.pt2", "model.safetensors"}
     description = json.loads((directory / "model.json").read_text())
     assert description["model_class"] == "__main__.Net" and description["step"] == 16
     weights = safetensors.torch.load_file(directory / "model.safetensors")
@@ -184,6 +186,29 @@ def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
     (shard,) = (runs / "two" / "checkpoints" / "step-00000016" / "model").glob("*.safetensors")
     for name, each in safetensors.torch.load_file(shard).items():
         assert torch.equal(weights[name], each)
+
+
+@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # importing mlflow.pyfunc 3.17 warns
+def test_a_registered_model_runs_without_its_class(on_sqlite, monkeypatch):
+    client, runs, _ = on_sqlite
+    (version,) = client.search_model_versions("name='net'")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{runs / 'mlflow.db'}")
+
+    model = mlflow.pyfunc.load_model(f"models:/net/{version.version}")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x)))
+
+    own = Net()
+    load_weights(own, runs / "two" / "checkpoints" / "step-00000016")
+    inputs = torch.randn(5, 4)
+    numpy.testing.assert_allclose(model.predict(inputs.numpy()), own(inputs).detach(), rtol=1e-5, atol=1e-6)
+    numpy.testing.assert_allclose(model.predict([inputs.numpy()]), own(inputs).detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_resume_goes_on_in_the_same_run_with_what_changed_beside_it(on_sqlite, place, run_cli):
@@ -276,7 +301,7 @@ def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start,
     assert steps(client, run_id, "loss") == list(range(1, 17))
     assert client.get_run(run_id).info.status == "FINISHED"
     assert len(client.search_runs([client.get_run(run_id).info.experiment_id], "attributes.run_name = 'slow'")) == 1
-    assert RunRecord.read(run).sent == Spool(run).size
+    assert RunRecord.read(run).sent == spool_of(run).size
 
 
 @pytest.fixture
@@ -286,7 +311,7 @@ def sending(tmp_path, monkeypatch):
     for name in ("_EVERY_S", "_FIRST_PAUSE_S", "_LONGEST_PAUSE_S"):
         monkeypatch.setattr(sender_module, name, 0.05)
     monkeypatch.setattr(sender_module, "_PATIENCE_S", 60.0)  # with a server on a busy machine
-    spool = Spool(tmp_path)
+    spool = spool_of(tmp_path)
     spool.open()
     warnings = []
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distributed.config.registry import REGISTRY, backend_row
+from distributed.config.registry import REGISTRY, backend_entry
 from tests.conformance.runs import newest
 from tests.conftest import ROOT, needs_backend, needs_library
 from tests.data.checkpoints.write import HERE, JOB, RUNS, STEP, rows_after
@@ -113,7 +113,7 @@ def test_tensorflow_opens_the_checkpoints_of_keras_on_torch(run_cli, tmp_path):
 def needs_backend_of(name: str) -> None:
     """Skip the test if the backend that wrote the run `name` is not installed."""
     _, flags = RUNS[name]
-    needs_backend(backend_row(flags.split()[1]).name)
+    needs_backend(backend_entry(flags.split()[1]).name)
     if "keras" in name:
         needs_library("keras", "tensorflow")
 

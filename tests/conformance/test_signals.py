@@ -159,13 +159,13 @@ import os, sys
 import torch, torch._dynamo, torch.nn.parallel.distributed
 from distributed.launching.forkserver import launch
 from distributed.launching.request import LaunchRequest
-from distributed.config.registry import backend_row
+from distributed.config.registry import backend_entry
 
 codes = []
 for number in range(int(sys.argv[2])):
     if (child := os.fork()) == 0:
         request = LaunchRequest(f"run-{number}", script=sys.argv[1], nproc_per_node=2, verbose=False,
-                                preload=backend_row("pytorch-ddp").preload, live=False)
+                                preload=backend_entry("pytorch-ddp").preload, live=False)
         os._exit(launch(request))
     codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 print("codes", codes)

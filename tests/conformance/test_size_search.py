@@ -19,6 +19,7 @@ def test_a_size_fits_when_it_does_on_every_rank(run_python, tmp_path):
     assert seen["several"] == 16
     assert "batch_size=16: fits" in done.output
     assert "batch_size=32: rank 1 is out of memory: " in done.output and "can't allocate memory" in done.output
+    assert "To need less" not in done.output  # the finder lowers the size itself
     assert seen["beyond the data"] == 100
     said = "batch_size=200: the data gives the first update 100 samples, not 200"
     assert said in done.output

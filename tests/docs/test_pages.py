@@ -29,7 +29,7 @@ def name_of(page):
 def needed(page):
     if page.parent.name == "backends":
         needs_backend(page.stem)
-    if page.stem == "tuning":
+    if page.stem in ("tuning", "ray"):
         needs_backend("ray")
 
 

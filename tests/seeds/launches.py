@@ -20,5 +20,5 @@ def launched(sample: str) -> dict[str, object]:
     return {"seen": seen, "exit_code": left.get("exit_code")}
 
 
-SAMPLES = ("000/launch_training.py", "000/launcher.py", "001/launch_training.py", "001/launcher.py")
+SAMPLES = ("000/launch_training.py", "001/launch_training.py", "001/launcher.py")
 print(json.dumps({sample: launched(sample) for sample in SAMPLES}))

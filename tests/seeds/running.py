@@ -31,4 +31,6 @@ def run_all(cases: Mapping[str, Callable[[], None]], out: Path) -> None:
             case()
         except Exception:
             failed[name] = traceback.format_exc()
-    (out / f"failed-{os.environ.get('RANK', 0)}.json").write_text(json.dumps(failed))
+    (out / f"failed-{os.environ.get('RANK') or os.environ.get('OMPI_COMM_WORLD_RANK', 0)}.json").write_text(
+        json.dumps(failed)
+    )

@@ -238,8 +238,7 @@ def test_scripts_are_launched_from_python(start, tmp_path):
     for document in ("000", "001"):
         arguments = ["--model", "transformer", "--batch_size", "32"]
         assert found[f"{document}/launch_training.py"]["seen"] == [repr((arguments, "2"))] * 2
-        launcher = found[f"{document}/launcher.py"]
-        assert launcher == {"seen": [repr((["--epochs", "100"], "2"))] * 2, "exit_code": 0}
+    assert found["001/launcher.py"] == {"seen": [repr((["--epochs", "100"], "2"))] * 2, "exit_code": 0}
 
 
 @FULL
@@ -289,7 +288,7 @@ def test_world_size_alone_starts_that_many_processes(shell, tmp_path):
 def test_world_size_with_a_rank_is_one_process_of_several_commands(start, tmp_path):
     """003/rank_0.sh, 003/rank_1.sh"""
     shutil.copy(GPT["char_gpt.py"], tmp_path)
-    where = environment()
+    where = environment(NODE0="127.0.0.1")
 
     ranks = [start(["bash", str(SAMPLES / f"003/rank_{rank}.sh")], tmp_path, where) for rank in (0, 1)]
     done = [rank.finish(120) for rank in ranks]

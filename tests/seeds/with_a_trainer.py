@@ -11,9 +11,9 @@ from distributed import PyTorchDDPTrainer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local-rank", type=int)  # of torch.distributed.launch
-parser.add_argument("--num-epochs", type=int)
-parser.add_argument("--batch-size", type=int)
-parser.add_argument("--lr", type=float)
+parser.add_argument("--num-epochs", type=int, default=2)
+parser.add_argument("--batch-size", type=int, default=8)
+parser.add_argument("--lr", type=float, default=0.1)
 given = parser.parse_args()
 
 inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ def write_lines(path: Path, rows: list[dict[str, Any]], rest: str = "") -> None:
 def write_run(
     path: Path, *, steps: int = 1000, every: int = 10, world_size: int = 2, rate: float = 900.0, spikes: dict[int, float] | None = None,
     status: str = "finished", seed: int = 0, backend: str = "pytorch-ddp", settings: dict[str, Any] | None = None,
-    events: list[dict[str, Any]] | None = None, slow_rank: float = 1.0,
+    events: list[dict[str, Any]] | None = None, slow_rank: float = 1.0, num_nodes: int = 1,
 ) -> Path:  # fmt: skip
     """A run of `steps` updates, one log line per `every`. `spikes`: step -> the loss there."""
     noise = random.Random(seed)
@@ -75,7 +75,8 @@ def write_run(
     }
     write_lines(path / "events.jsonl", sorted([first, *saved, *(events or [])], key=lambda event: event["time"]))
     result = {
-        "status": status, "backend": backend, "world_size": world_size, "steps": steps, "epochs": 5, "total_time": steps * 0.02,
+        "status": status, "backend": backend, "world_size": world_size, "num_nodes": num_nodes,
+        "steps": steps, "epochs": 5, "total_time": steps * 0.02,
         "final_metrics": {}, "best_metrics": {"val_loss": 0.16, "val_accuracy": 0.93}, "samples_per_second": rate, "checkpoint": None,
     }  # fmt: skip
     (path / "result.json").write_text(json.dumps(result))

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from distributed.callbacks import Callback, FitContext, bound, load_states, states
-from distributed.config.settings import DistributedConfig
+from distributed.callbacks import Callback
+from distributed.callbacks.of_fit import bound, load_states, states
 from distributed.errors import ConfigError
+from tests.unit.contexts import a_context
 
 
 class Counts(Callback):
@@ -39,10 +40,6 @@ def test_a_state_that_no_callback_takes_is_named():
     assert load_states([Counts()], kept) == ["Totals", "Counts:2"]
 
 
-def context(**given):
-    return FitContext(model=None, optimizer=None, config=DistributedConfig(), run_dir=Path("/runs/one"), **given)
-
-
 def test_outside_of_a_fit_the_context_is_an_error_that_says_so():
     callback = Counts()
     with pytest.raises(ConfigError, match=r"Counts.context is only available while fit\(\) runs: use it in a hook"):
@@ -51,7 +48,7 @@ def test_outside_of_a_fit_the_context_is_an_error_that_says_so():
 
 
 def test_the_context_is_there_for_the_fit_alone_also_where_that_fails():
-    callback, given = Counts(), context(stop=print)
+    callback, given = Counts(), a_context()
 
     def fit():
         with bound([callback], given):
@@ -65,7 +62,7 @@ def test_the_context_is_there_for_the_fit_alone_also_where_that_fails():
 
 
 def test_a_fit_within_a_hook_gives_the_outer_context_back():
-    callback, outer, inner = Counts(), context(stop=print), context(stop=print)
+    callback, outer, inner = Counts(), a_context(), a_context()
     with bound([callback], outer):
         with bound([callback], inner):
             assert callback.context is inner
@@ -81,7 +78,7 @@ def test_a_callback_may_use_other_names_and_is_told_that_context_is_taken():
         def __init__(self):
             self.context = []
 
-    callback, given = Own(), context(stop=print)
+    callback, given = Own(), a_context()
     with bound([callback], given):
         assert callback.context is given
     assert callback._context == callback._bind == []
@@ -91,4 +88,4 @@ def test_a_callback_may_use_other_names_and_is_told_that_context_is_taken():
 
 def test_the_context_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        context(stop=print).run_dir = Path()
+        a_context().run_dir = Path()

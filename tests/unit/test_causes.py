@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import pytest
 
-from distributed.config.registry import hint_of
+from distributed.config.registry import REGISTRY, PeerErrors, hint_of
 from distributed.launching.causes import Failure, full_traceback, root_cause, short_traceback
 from distributed.launching.worker import _failed
 
@@ -45,6 +46,36 @@ def test_the_earliest_of_two_causes_wins():
 
 def test_an_error_of_the_user_that_mentions_a_connection_is_a_cause():
     assert not Failure(0, "exception", 1.0, "ValueError", "Connection reset in the config").is_consequence
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "is_consequence"),
+    [
+        ("DistBackendError", "NCCL communicator was aborted on rank 1", True),
+        ("DistBackendError", "NCCL error: invalid usage", False),
+        ("DistStoreError", "anything", True),
+        ("HorovodInternalError", "Horovod has been shut down. This was caused by ...", True),
+        ("HorovodInternalError", LOST, True),  # Horovod communicates over gloo
+        ("HorovodInternalError", "Mismatched allreduce tensor shapes", False),
+        ("RuntimeError", "Horovod has been shut down", True),
+        ("RuntimeError", "CUDA error: device-side assert triggered", False),
+        ("BrokenPipeError", "anything", True),
+    ],
+)
+def test_the_type_and_the_message_of_an_engines_error_tell_whether_another_rank_has_ended(
+    kind, message, is_consequence
+):
+    assert Failure(0, "exception", 1.0, kind, message).is_consequence is is_consequence
+
+
+def test_the_row_of_a_new_engine_says_how_it_reports_a_lost_rank(monkeypatch):
+    lost = Failure(0, "exception", 1.0, "ToyError", "rank 1 has left")
+    assert not lost.is_consequence
+    errors = PeerErrors(general_types=("ToyError",), messages=("has left",))
+    row = dataclasses.replace(REGISTRY["single"], name="toy", peer_errors=errors)
+    monkeypatch.setitem(REGISTRY, "toy", row)
+    assert lost.is_consequence
+    assert not dataclasses.replace(lost, message="no such file").is_consequence
 
 
 def fail_in_a_library():

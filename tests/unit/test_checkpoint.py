@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 from distributed.backends.world import OneProcess
 from distributed.checkpoints import durable, manifest
 from distributed.checkpoints import store as checkpoint
+from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve, verify
 from distributed.checkpoints.store import CheckpointStore, read_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
@@ -125,7 +127,7 @@ def rig(directory: Path, rank: int = 0, threads: Threads | None = None, **option
     size = threads.size if threads else 1
     given = {"keep_latest_k": 3, "keep_best": True, "monitor": "val_loss", "monitor_mode": "min"} | options
     context = WorkerContext(rank, size, rank, size, 0, "cpu")
-    return Rig(CheckpointStore(directory, backend, context=context, report=events.append, **given), backend, events)
+    return Rig(CheckpointStore(directory, backend, context=context, on_event=events.append, **given), backend, events)
 
 
 def names(directory: Path) -> list[str]:
@@ -719,3 +721,49 @@ def test_large_and_small_chunks_keep_their_order(tmp_path: Path) -> None:
 if __name__ == "__main__":
     os.fsync = lambda fd: None  # a killed process loses nothing that it wrote; without waiting, kills fall everywhere
     _kill_saves(Path(sys.argv[1]), 150)
+
+
+# ------------------------------------------------------------------ one before the others
+
+
+def entered(size: int, is_first: Callable[[int], bool], block: Callable[[int], None]) -> list[BaseException | None]:
+    """Let every rank enter `Agreement.first` with `block`. Return the error of each."""
+    threads = Threads(size)
+
+    def enter(rank: int) -> None:
+        with Agreement(OneOf(rank, threads), 5).first(is_first(rank), "the download"):
+            block(rank)
+
+    with ThreadPoolExecutor(size) as pool:
+        return [each.exception() for each in [pool.submit(enter, rank) for rank in range(size)]]
+
+
+@pytest.mark.parametrize("num_first", [1, 2])
+def test_the_others_enter_the_block_when_the_first_have_left_it(num_first):
+    begun, left = [], []
+
+    def block(rank):
+        begun.append((rank, len(left)))
+        left.append(rank)
+
+    assert entered(4, lambda rank: rank < num_first, block) == [None] * 4
+    assert sorted(rank for rank, _ in begun) == [0, 1, 2, 3]
+    assert all(num_left >= num_first for rank, num_left in begun if rank >= num_first)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_the_block_fails_on_a_first_rank_the_others_raise_and_do_not_enter_it(failing):
+    begun = []
+
+    def block(rank):
+        begun.append(rank)
+        if rank == failing:
+            raise ValueError("no network")
+
+    errors = entered(3, lambda rank: rank < 2, block)
+
+    assert sorted(begun) == [0, 1]
+    assert isinstance(errors[failing], ValueError)
+    for error in errors[:failing] + errors[failing + 1 :]:
+        assert isinstance(error, TrainingError) and error.is_echo
+        assert str(error) == f"rank {failing}: the download failed with ValueError: no network"

@@ -47,7 +47,7 @@ def run(tmp_path: Path) -> Path:
     """A run directory with checkpoints of steps 10 (best) and 20."""
     store = CheckpointStore(
         tmp_path / "run" / "checkpoints", OneFile(), keep_latest_k=3, keep_best=True, monitor="val_loss",
-        monitor_mode="min", context=WorkerContext(0, 2, 0, 2, 0, "cpu"), report=lambda event: None,
+        monitor_mode="min", context=WorkerContext(0, 2, 0, 2, 0, "cpu"), on_event=lambda event: None,
     )  # fmt: skip
     for step, value in ((10, 0.25), (20, 0.5)):
         store.save(TrainState(step=step, epoch=step // 10), {}, value)

@@ -111,6 +111,33 @@ def test_a_replaced_config_has_given_what_the_first_had_and_what_was_changed():
     assert dataclasses.replace(changed, batch_size=32).given == {**changed.given, "batch_size": 32}
 
 
+@pytest.mark.parametrize("first", [{}, {"seed": 3}, {"backend": "single"}], ids=["nothing", "a setting", "the first"])
+def test_a_default_that_is_passed_to_replace_counts_as_given(first):
+    config = DistributedConfig(**first)
+    assert dataclasses.replace(config, batch_size=32).given == {**first, "batch_size": 32}
+    assert dataclasses.replace(config, backend=None, num_nodes=1, ddp={}).given == {
+        **first, "backend": None, "num_nodes": 1, "ddp": {},
+    }  # fmt: skip
+    assert dataclasses.replace(dataclasses.replace(config, batch_size=32), epochs=2).given == {
+        **first, "batch_size": 32, "epochs": 2,
+    }  # fmt: skip
+    names = list(DistributedConfig.__dataclass_fields__)
+    every = {name: getattr(config, name) for name in names}
+    assert list(dataclasses.replace(config, **every).given) == names
+    assert [field.name for field in dataclasses.fields(config)] == names == list(dataclasses.asdict(config))
+
+
+def test_a_replaced_config_has_the_notices_of_the_first_and_its_own():
+    config = DistributedConfig(bucket_size_mb=5, seed=3)
+    assert config.notices == ("bucket_size_mb is read as ddp.bucket_cap_mb",)
+    assert dataclasses.replace(config, epochs=2).notices == config.notices
+    changed = dataclasses.replace(config, bucket_size_mb=7, world_size=2, static_graph=True)
+    assert changed.notices == (
+        *config.notices, "world_size is read as nproc_per_node", "static_graph is read as ddp.static_graph",
+    )  # fmt: skip
+    assert changed.given == {"nproc_per_node": 2, "seed": 3, "ddp": {"bucket_cap_mb": 7, "static_graph": True}}
+
+
 @pytest.mark.parametrize(
     "copied",
     [copy.copy, copy.deepcopy, dataclasses.replace, lambda config: pickle.loads(pickle.dumps(config))],
@@ -153,6 +180,19 @@ def test_the_strongest_source_wins_and_every_source_is_kept():
         "epochs": "flag", "seed": "file", "batch_size": "code", "monitor": "default",
     }  # fmt: skip
     assert merged.source("ddp.bucket_cap_mb") == "flag" and merged.source("ddp.static_graph") == "file"
+
+
+def test_overrides_are_read_with_the_flag_before_the_file_and_groups_merged():
+    overrides = Overrides(
+        {"seed": 5, "epochs": 2, "ddp": {"static_graph": True}},
+        {"epochs": 9, "ddp": {"bucket_cap_mb": 7}},
+        script="a.py",
+    )
+    assert overrides.values() == {"seed": 5, "epochs": 9, "ddp": {"static_graph": True, "bucket_cap_mb": 7}}
+    assert [overrides.value(name) for name in ("seed", "epochs", "dtype")] == [5, 9, None]
+    assert overrides.value("num_nodes", 1) == 1
+    assert overrides.only(["epochs", "dtype"]) == Overrides({"epochs": 2}, {"epochs": 9})
+    assert overrides.without(["epochs", "ddp"]) == Overrides({"seed": 5}, {}, script="a.py")
 
 
 def test_a_value_equal_to_the_default_still_counts_as_set_in_code():
@@ -226,7 +266,21 @@ def test_a_rate_written_without_a_dot_is_a_number(tmp_path):
     assert merge(read_config_file(path), {}).config.learning_rate == 1e-3
 
 
-@pytest.mark.parametrize("alias", [*ALIASES, "world_size", "no_nccl"])
+@pytest.mark.parametrize(
+    ("text", "found"), [("node0:29400", ("node0", 29400)), ("10.0.0.1", ("10.0.0.1", 29500)), ("[::1]:7", ("::1", 7))]
+)
+def test_an_endpoint_of_torchrun_is_the_address_and_the_port_of_node_0(text, found):
+    settings, _ = canonical({"rdzv_endpoint": text})
+    assert (settings["master_addr"], settings["master_port"]) == found
+
+
+@pytest.mark.parametrize("text", ["", "node0:", "node0:x", "a:1:2", "::1", 29400, None])
+def test_what_is_not_an_endpoint_is_refused(text):
+    with pytest.raises(ConfigError, match="is not HOST:PORT"):
+        canonical({"rdzv_endpoint": text})
+
+
+@pytest.mark.parametrize("alias", [*ALIASES, "world_size", "no_nccl", "rdzv_endpoint"])
 def test_every_alias_is_accepted_and_said_once(alias):
     values = {
         "bucket_cap_mb": 5,
@@ -236,6 +290,8 @@ def test_every_alias_is_accepted_and_said_once(alias):
         "world_size": 2,
         "zero_stage": 1,
         "deepspeed_config": {},
+        "nnodes": 2,
+        "rdzv_endpoint": "node0:29400",
     }
     settings, notices = canonical({alias: values.get(alias, True)})
     assert len(notices) == 1 and alias in notices[0]
@@ -502,7 +558,13 @@ def words_of_backends(path, words):
 def test_no_file_outside_backends_names_a_backend():
     home = Path(distributed.__file__).parent
     words = {word for row in REGISTRY.values() for word in (row.name, row.group)}
-    named = {home / "backends", home / "tuning" / "ray", home / "config" / "registry.py"}
+    # Ray is a scheduler too, to which jobs are handed; an operator of Kubernetes starts clusters of it.
+    submit = {
+        *(home / "launcher" / "submit" / name for name in ("ray_jobs.py", "operators.py")),
+        home / "cli" / "submit_ray.py",
+    }
+    shown = home / "cli" / "examples.py"  # lines that users type, and no code
+    named = {home / "backends", home / "tuning" / "ray", home / "config" / "registry.py", shown} | submit
     elsewhere = [path for path in home.rglob("*.py") if not named & {path, *path.parents}]
     assert len(elsewhere) > 30
     places = [place for path in elsewhere for place in words_of_backends(path, words)]
@@ -518,8 +580,8 @@ class Options:
     speed: int = setting(1, "how fast", minimum=1)
 module = sys.modules["toy_backend"] = types.ModuleType("toy_backend")
 module.Toy = type("Toy", (), {"Options": Options})
-from distributed.config.registry import REGISTRY, BackendRow
-REGISTRY["toy"] = BackendRow("toy", "toy_backend", "Toy", "toy", (), (), "", "a toy", aliases={"toy_speed": "speed"})
+from distributed.config.registry import REGISTRY, BackendEntry
+REGISTRY["toy"] = BackendEntry("toy", "toy_backend", "Toy", "toy", (), (), "", "a toy", aliases={"toy_speed": "speed"})
 from distributed.cli.__main__ import run
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.config.merging import Overrides, merge

@@ -58,7 +58,7 @@ def test_progress_is_for_terminals(stream):
 
 def test_an_epoch_is_one_line(stream):
     row = {"epoch": 1, "epochs": 5, "step": 46, "loss": 0.5, "val_loss": 0.25, "val_accuracy": 0.9712}
-    Display(stream).handle({"kind": "epoch", "row": row})
+    Display(stream).handle({"kind": "row", "row": row})
 
     assert stream.getvalue() == "epoch 1/5  loss 0.5  val_loss 0.25  val_accuracy 0.9712\n"
 
@@ -219,7 +219,7 @@ def test_a_launcher_sends_its_bar_to_the_caller_and_prints_the_rest(capsys):
     display.print_output("no end", False)
     display.handle({**EVENT, "kind": "progress"})
     display.handle(EVENT)
-    display.handle({"kind": "epoch", "row": {"epoch": 1, "epochs": 5, "loss": 0.5}})
+    display.handle({"kind": "row", "row": {"epoch": 1, "epochs": 5, "loss": 0.5}})
     display.close()
     display.handle(EVENT)
 

@@ -11,7 +11,7 @@ import pytest
 
 from distributed import ConfigError, DeepSpeedTrainer, PyTorchDDPTrainer, ResourceError, Trainer
 from distributed.backends._deepspeed import config_file, operators
-from distributed.config.registry import BackendRow, require_installed
+from distributed.config.registry import BackendEntry, require_installed
 from tests.conftest import needs_backend
 
 ZERO_3 = {"zero_optimization": {"stage": 3}}
@@ -143,11 +143,11 @@ def test_seed_samples_select_deepspeed_and_say_so():
 
 
 def test_a_missing_library_is_named_with_the_command_that_installs_it():
-    row = BackendRow("some", "a.b", "C", "some", (), ("json", "no_such_library"), "make some", "")
+    entry = BackendEntry("some", "a.b", "C", "some", (), ("json", "no_such_library"), "make some", "")
     with pytest.raises(
         ResourceError, match="'some' needs no_such_library, which is not installed: run make some"
     ) as caught:
-        require_installed(row)
+        require_installed(entry)
     assert caught.value.exit_code == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -76,8 +77,20 @@ def test_all_that_is_copied_is_here_and_goes_to_the_engine(file):
         assert (ROOT / script).exists()
 
 
-def install(tmp_path, *arguments, path):
-    environment = {**os.environ, "PATH": os.pathsep.join([str(path), os.environ["PATH"]]), "CPU_INDEX": ""}
+@each_file
+def test_a_container_is_healthy_while_its_runs_can_be_read(file, run_cli, tmp_path):
+    (check,) = instructions(file, "HEALTHCHECK")
+    word, *arguments = json.loads(check.partition("CMD ")[2])
+    assert word == "distributed" and instructions(file, "ENTRYPOINT") == ['["distributed"]']
+    if file.name != "torch.Dockerfile":
+        return  # the command is the same
+    assert run_cli(arguments, cwd=tmp_path).returncode == 0
+    (tmp_path / "runs").touch()
+    assert run_cli(arguments, cwd=tmp_path).returncode == 2
+
+
+def install(tmp_path, *arguments, path, **more):
+    environment = {**os.environ, "PATH": os.pathsep.join([str(path), os.environ["PATH"]]), "CPU_INDEX": "", **more}
     command = ["sh", "docker/install.sh", *arguments]
     return subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=170
@@ -101,6 +114,17 @@ def test_each_set_asks_pip_for_extras_that_exist_under_the_constraints(file, var
     assert ("torch" in extras) == (engines != "tensorflow")
 
 
+def test_further_extras_are_added_to_those_of_a_set(tmp_path):
+    (tmp_path / "python").write_text('#!/bin/sh\necho "$*"\n')
+    (tmp_path / "python").chmod(0o755)
+
+    done = install(ROOT, "cpu", "torch", path=tmp_path, MORE="tensorboard,mlflow")
+
+    assert done.stdout == "-m pip install .[torch,deepspeed,ray,tensorboard,mlflow]\n"
+    for file in FILES:
+        assert instructions(file, "ARG").count("MORE=") == 1
+
+
 @each_file
 def test_nothing_is_installed_without_the_constraints(file):
     (run,) = [line for line in instructions(file, "RUN") if "install.sh" in line]
@@ -121,7 +145,7 @@ def test_what_they_install_resolves(tmp_path):
     for name in ("pyproject.toml", "constraints.txt", "README.md", "LICENSE", "_distributed_trainer_guard.py"):
         shutil.copy(ROOT / name, tmp_path)
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("distributed", "docker"):
+    for name in ("distributed", "docker", "examples/projects"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
 
     done = install(tmp_path, "cpu", "all", "--dry-run", path=Path(sys.executable).parent)

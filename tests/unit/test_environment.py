@@ -129,6 +129,20 @@ def test_open_mpi_on_several_nodes_must_say_where_to_meet():
     assert worker({**environ, "MASTER_ADDR": "n1"}).master_addr == "n1"
 
 
+def test_open_mpi_on_several_nodes_meets_where_mpirun_runs_if_rank_0_is_there():
+    mpirun, other = "7.0;tcp://10.99.0.1:4711", "7.1;tcp://10.99.0.2:4712"
+    of_mpirun = {"OMPI_MCA_orte_hnp_uri": mpirun, "OMPI_MCA_orte_local_daemon_uri": mpirun}
+    environ = {**MPI, **of_mpirun, "OMPI_COMM_WORLD_SIZE": "4"}
+    first = {**environ, "OMPI_COMM_WORLD_RANK": "0"}
+
+    assert worker(first).master_addr == "10.99.0.1"
+    assert worker({**environ, "OMPI_MCA_orte_local_daemon_uri": other}).master_addr == "10.99.0.1"
+    with pytest.raises(ResourceError, match="-x MASTER_ADDR="):
+        worker({**first, "OMPI_MCA_orte_local_daemon_uri": other})
+    with pytest.raises(ResourceError, match="-x MASTER_ADDR="):  # several addresses
+        worker({**environ, "OMPI_MCA_orte_hnp_uri": "7.0;tcp://10.99.0.1,172.17.0.1:4711"})
+
+
 def test_horovodrun_over_gloo():
     environ = {
         "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",

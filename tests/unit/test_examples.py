@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 import runpy
+import secrets
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
+
+from distributed import load_weights
+from tests.conftest import poll
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY_GPT = ["--hidden-size", "32", "--attention-heads", "2", "--layers", "2", "--max-seq-length", "32"]
@@ -32,6 +42,41 @@ def test_digits_reach_097_on_two_processes_within_a_minute(run_cli, tmp_path):
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((run_dir / "result.json").read_text())
     assert (result["backend"], result["world_size"]) == ("pytorch-ddp", 2)
+
+
+def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
+    pytest.importorskip("ray.serve")
+    trained = ["train", "--script", str(EXAMPLES / "train.py"), "--epochs", "2", "--run-dir", "base"]
+    assert run_cli(trained, timeout=120, cwd=tmp_path).returncode == 0
+    module = runpy.run_path(str(EXAMPLES / "train.py"))
+    model, (_, held_out) = module["net"]().eval(), module["digits"]()
+    checkpoint = load_weights(model, tmp_path / "base").source.name
+    images, _ = held_out[:5]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    command = [sys.executable, str(EXAMPLES / "serve.py"), "base", "--port", url.rpartition(":")[2].strip("/")]
+    environ = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "RAY_USAGE_STATS_ENABLED": "0"}
+    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    with (tmp_path / "log").open("w") as log:
+        server = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        log_of = (tmp_path / "log").read_text
+        poll(lambda: "serving base at" in log_of(), 150, log_of, lambda: server.poll() is not None)
+        answer = posted(url, {"images": (images.squeeze(1) * 16).tolist()})
+        expected = model(images).softmax(1)
+        assert answer["checkpoint"] == checkpoint and answer["digits"] == expected.argmax(1).tolist()
+        assert answer["probabilities"] == pytest.approx(expected.amax(1).tolist(), rel=1e-4)
+        with pytest.raises(urllib.error.HTTPError, match="400"):
+            posted(url, {"pictures": []})
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def posted(url: str, content: object) -> dict[str, object]:
+    with urllib.request.urlopen(url, json.dumps(content).encode(), timeout=30) as answer:
+        return json.loads(answer.read())
 
 
 def test_digits_are_split_the_same_way_every_time():
@@ -123,7 +168,7 @@ def test_keras_digits_reach_097_on_two_processes(run_cli, tmp_path):
     command = [
         "train",
         "--script",
-        str(EXAMPLES / "train_keras.py"),
+        str(EXAMPLES / "projects/keras/train.py"),
         "--backend",
         "pytorch-ddp",
         "--nproc-per-node",
@@ -134,3 +179,34 @@ def test_keras_digits_reach_097_on_two_processes(run_cli, tmp_path):
 
     assert done.returncode == 0, done.output
     assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.97
+
+
+def test_a_gan_draws_digits_on_two_processes_within_a_minute(run_cli, tmp_path):
+    script = str(EXAMPLES / "gan_digits.py")
+
+    done = run_cli(
+        ["train", "--script", script, "--backend", "pytorch-ddp", "--nproc-per-node", "2"], cwd=tmp_path, fresh=True
+    )
+
+    assert done.returncode == 0, done.output
+    assert done.within(60)
+    away = float(re.search(r"^the mean of 512 drawn digits is ([\d.]+) away", done.stdout, re.M).group(1))
+    assert away < 0.25  # 0.6 before training
+    assert len(Path(script).read_text().splitlines()) <= 60
+
+
+def test_a_gan_has_the_same_numbers_on_one_to_three_processes(run_cli, tmp_path):
+    from safetensors.numpy import load_file
+
+    found = []
+    for world in (1, 2, 3):
+        flags = ["--nproc-per-node", str(world), "--dtype", "float64", "--max-steps", "40", "--run-dir", str(world)]
+        done = run_cli(["train", "--script", str(EXAMPLES / "gan_digits.py"), *flags], cwd=tmp_path)
+        assert done.returncode == 0, done.output
+        result = json.loads((tmp_path / str(world) / "result.json").read_text())
+        weights = load_file(tmp_path / str(world) / result["checkpoint"] / "model" / "model.safetensors")
+        found.append(({name: result["final_metrics"][name] for name in ("d_loss", "g_loss")}, weights))
+    (losses, weights), *others = found
+    for other_losses, other_weights in others:
+        assert other_losses == pytest.approx(losses, abs=1e-9)
+        assert max(abs(other_weights[name] - weights[name]).max() for name in weights) < 1e-9

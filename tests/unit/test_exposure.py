@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from distributed.backends import entry_in_use
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
@@ -17,14 +18,14 @@ SECRET = "0123456789abcdef0123"
 
 def warnings(backend: str, num_nodes: int, nproc_per_node: int) -> list[str]:
     config = DistributedConfig(backend=backend, num_nodes=num_nodes, master_addr="node0", master_port=29500)
-    return warnings_of(config, ProcessPlan(num_nodes, nproc_per_node, "cpu", backend))
+    return warnings_of(config, ProcessPlan(num_nodes, nproc_per_node, "cpu", backend), entry_in_use(config, backend))
 
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("DISTRIBUTED_TOKEN", "TORCHELASTIC_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(exposure, "_this", exposure._ThisProcess())
+    monkeypatch.setattr(exposure, "_shown", set())
 
 
 @pytest.mark.parametrize("backend", ["single", "pytorch-ddp", "fsdp", "deepspeed", "horovod", "ray"])

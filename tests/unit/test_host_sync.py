@@ -12,9 +12,11 @@ from distributed.backends.torch_base import NoOptions
 from distributed.callbacks import Callback
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
+from distributed.loggers.logged import log, receiving
 from distributed.state import DataRole, Job, TrainState
 from distributed.training.common_step import CommonStep
-from distributed.training.loop import _EVAL_WINDOW, Run, evaluate, fit
+from distributed.training.loop import Run, fit
+from distributed.training.validation import _WINDOW, evaluate
 
 
 class CountReads(TorchDispatchMode):
@@ -50,6 +52,13 @@ class PerStep(Callback):
         self.reads.append(self.counter.reads)
 
 
+class Logs(Callback):
+    def on_step_end(self, state, result):
+        _, loss, _, _ = result.averages[0]
+        for reduce in ("mean", "sum", "max"):
+            log(reduce, 2 * loss, reduce)
+
+
 BATCH = BatchPlan(4, 1, 1, 4)
 
 
@@ -82,18 +91,19 @@ def reads_per_step(metrics, callbacks, log_every):
             backend, backend.config, sharded(backend, 50, train=True), None, TrainState(), CommonStep(0, 1, None, "test"),
             [per_step, *callbacks], lambda: True,
         )  # fmt: skip
-        fit(run)
+        with receiving(backend.logged):
+            fit(run)
     counts = [0, *per_step.reads]
     return [after - before for before, after in itertools.pairwise(counts)]
 
 
 def test_a_step_reads_only_what_the_nan_check_needs():
     bare = reads_per_step({}, [], log_every=20)
-    full = reads_per_step({"mean": lambda outputs, targets: outputs.mean()}, [Callback(), Callback()], log_every=20)
-    quiet = [step for step in range(1, 50) if (step + 1) % 20 and step != 49]
+    full = reads_per_step({"mean": lambda outputs, targets: outputs.mean()}, [Callback(), Logs()], log_every=20)
+    quiet = [step for step in range(1, 50) if step % 20]
     assert {bare[step] for step in quiet} == {full[step] for step in quiet}
     assert {full[step] for step in quiet} == {2}  # is the loss finite, are the gradients
-    assert full[19] > 2  # the log line reads: the counter sees it
+    assert full[20] > 2  # the log line, which follows the hook of its step, reads: the counter sees it
 
 
 def test_evaluation_reads_once_for_many_batches():
@@ -105,5 +115,5 @@ def test_evaluation_reads_once_for_many_batches():
             evaluate(backend, data)
         return counter.reads
 
-    assert reads(2) == reads(50) == reads(_EVAL_WINDOW) > 0  # at the end, with the check whether the metric is a mean
-    assert reads(_EVAL_WINDOW + 1) == reads(2) + 1
+    assert reads(2) == reads(50) == reads(_WINDOW) > 0  # at the end, with the check whether the metric is a mean
+    assert reads(_WINDOW + 1) == reads(2) + 1

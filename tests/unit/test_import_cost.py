@@ -25,3 +25,11 @@ def test_the_package_costs_under_30_ms_and_the_config_a_fifth_of_torch():
     torch = fastest("import torch", 3) - bare
     assert package <= 0.030, f"{package * 1000:.0f} ms"
     assert config <= 0.2 * torch, f"{config / torch:.2f} of import torch"
+
+
+def test_what_starts_a_run_loads_no_library_for_a_question_that_it_does_not_ask():
+    """Looking up versions takes 25 ms to import, and only a run on several nodes compares versions."""
+    code = (
+        "import sys, distributed.cli.train, distributed.launcher.start; sys.exit('importlib.metadata' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -7,19 +7,19 @@ import itertools
 import json
 import math
 import random
-from pathlib import Path
 
 import numpy
 import pytest
 
-from distributed import ConfigError, DistributedConfig
-from distributed.callbacks import FitContext, bound
+from distributed import ConfigError
+from distributed.callbacks.of_fit import bound
 from distributed.finders.curve import Divergence, LearningRateCurve
-from distributed.finders.learning_rate import LossRecorder, Request, _begin, _finish
+from distributed.finders.learning_rate import LossRecorder, RateRange, _begin, _finish
 from distributed.state import TrainState
+from tests.unit.contexts import a_context
 
 STEPS = 100
-REQUEST = Request(1e-7, 1.0, STEPS)
+REQUEST = RateRange(1e-7, 1.0, STEPS)
 
 
 def falling(noise=0.0, until=STEPS, steepest=1e-3):
@@ -68,7 +68,7 @@ def test_four_times_the_best_smoothed_loss_has_diverged_and_one_bad_batch_has_no
 
 def test_the_end_of_a_search_holds_after_a_restart():
     recorder, again, stopped = LossRecorder(), LossRecorder(), []
-    with bound([recorder, again], FitContext(None, None, DistributedConfig(), Path(), stopped.append)):
+    with bound([recorder, again], a_context(stopped.append)):
         recorder.on_train_start(TrainState())
         for loss in (1.0, 1.0, math.nan):
             recorder.on_log(TrainState(), "train", {"loss": loss})
@@ -84,18 +84,18 @@ def test_a_run_that_goes_on_takes_a_kept_curve_of_the_same_range_alone(tmp_path)
     (kept / "config.yaml").touch()
     _finish(kept, REQUEST, [2.0, 1.0])
     assert _begin(kept, REQUEST, goes_on=True) == [2.0, 1.0]
-    assert _begin(kept, Request(1e-7, 2.0, STEPS), goes_on=True) is None and not kept.exists()
+    assert _begin(kept, RateRange(1e-7, 2.0, STEPS), goes_on=True) is None and not kept.exists()
 
 
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (Request(0.1, 0.1, 100), "min_rate=0.1 is not below max_rate=0.1"),
-        (Request(0, 1.0, 100), "min_rate=0 is not a rate"),
-        (Request(1e-7, math.inf, 100), "max_rate=inf is not a rate"),
-        (Request(1e-7, "1", 100), "max_rate='1' is not a rate"),  # type: ignore[arg-type]
-        (Request(1e-7, 1.0, 19), "num_steps=19 is too few for a curve: give a whole number, at least 20"),
-        (Request(1e-7, 1.0, 30.0), "num_steps=30.0"),  # type: ignore[arg-type]
+        (RateRange(0.1, 0.1, 100), "min_rate=0.1 is not below max_rate=0.1"),
+        (RateRange(0, 1.0, 100), "min_rate=0 is not a rate"),
+        (RateRange(1e-7, math.inf, 100), "max_rate=inf is not a rate"),
+        (RateRange(1e-7, "1", 100), "max_rate='1' is not a rate"),  # type: ignore[arg-type]
+        (RateRange(1e-7, 1.0, 19), "num_steps=19 is too few for a curve: give a whole number, at least 20"),
+        (RateRange(1e-7, 1.0, 30.0), "num_steps=30.0"),  # type: ignore[arg-type]
     ],
 )
 def test_what_is_no_range_is_refused(request_, said):
@@ -104,8 +104,8 @@ def test_what_is_no_range_is_refused(request_, said):
 
 
 def test_numbers_of_numpy_are_numbers():
-    found = Request(numpy.float32(0.5), numpy.float64(1), numpy.int64(30)).checked()  # type: ignore[arg-type]
-    assert found == Request(0.5, 1.0, 30) and json.dumps(dataclasses.asdict(found))
+    found = RateRange(numpy.float32(0.5), numpy.float64(1), numpy.int64(30)).checked()  # type: ignore[arg-type]
+    assert found == RateRange(0.5, 1.0, 30) and json.dumps(dataclasses.asdict(found))
 
 
 def test_the_plot_shows_the_curve_and_the_suggestion_where_there_is_one(tmp_path):

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from distributed.config.libraries import check_not_hidden, is_installed
-from distributed.config.registry import backend_row, missing_libraries, require_installed
+from distributed.config.registry import backend_entry, missing_libraries, require_installed
 from distributed.errors import ResourceError
 
 
@@ -32,7 +32,7 @@ def test_a_folder_without_code_is_no_library():
 
 
 def test_a_backend_whose_library_is_a_folder_is_refused():
-    row = dataclasses.replace(backend_row("ray"), requires=("package", "folder_of_data"))
-    assert missing_libraries(row) == ("folder_of_data",)
+    entry = dataclasses.replace(backend_entry("ray"), requires=("package", "folder_of_data"))
+    assert missing_libraries(entry) == ("folder_of_data",)
     with pytest.raises(ResourceError, match=r"backend 'ray' needs folder_of_data, which is not installed: run pip"):
-        require_installed(row)
+        require_installed(entry)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import socket
 import subprocess
@@ -12,8 +11,6 @@ import pytest
 
 from distributed.launching import listening
 from distributed.launching.listening import is_own_peer, listen_at
-from distributed.launching.rendezvous import _open_store
-from distributed.launching.request import LaunchRequest
 
 
 def has_ipv6() -> bool:
@@ -77,16 +74,6 @@ def test_a_name_that_is_loopback_only_here_is_listened_for_everywhere_where_othe
 def test_an_address_of_no_interface_is_one_that_is_translated(address: str) -> None:
     with listen_at(address, 0) as listener:  # of RFC 5737 and RFC 3849: never anybody's
         assert reached(listener) == set(LOOPBACK)
-
-
-@needs_ipv6
-def test_nodes_meet_at_an_ipv6_address() -> None:
-    with socket.create_server(("::1", 0), family=socket.AF_INET6) as probe:
-        port = probe.getsockname()[1]
-    host = LaunchRequest("run", num_nodes=2, master_addr="::1", master_port=port, start_timeout=10)
-    here, there = (_open_store(dataclasses.replace(host, node_rank=rank)) for rank in (0, 1))
-    there.set("key", "value")
-    assert here.get("key") == b"value"
 
 
 def test_a_taken_port_is_not_opened_elsewhere() -> None:

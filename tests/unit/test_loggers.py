@@ -1,4 +1,4 @@
-"""A logger of one's own is one file and one row of the registry."""
+"""A logger of one's own is one file and one entry of the registry."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ TOY = """
 import json
 
 from distributed.errors import ConfigError
-from distributed.loggers.base import Logger, hyperparameters
+from distributed.loggers.base import Tracker, hyperparameters
 
-class Toy(Logger):
+class Toy(Tracker):
     def __init__(self, fit):
         self._fit, self._path = fit, fit.run.path / "toy.jsonl"
         self._write("begin", hyperparameters(fit))
@@ -60,13 +60,13 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Register the toy, and yield the working directory."""
     (tmp_path / "toy_logger.py").write_text(TOY)
     monkeypatch.syspath_prepend(tmp_path)
-    row = registry.LoggerRow(
+    entry = registry.LoggerEntry(
         "toy", "toy_logger:make", check="toy_logger:check", record="toy.jsonl", end="toy_logger:end"
     )
     monkeypatch.chdir(tmp_path)
-    registry.LOGGERS.append(row)
+    registry.LOGGERS.append(entry)
     yield tmp_path
-    registry.LOGGERS.remove(row)
+    registry.LOGGERS.remove(entry)
 
 
 def lines(run_dir: Path) -> dict[str, object]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.callbacks import Callback, EarlyStopping, FitContext, bound
+from distributed.callbacks import Callback, EarlyStopping
+from distributed.callbacks.of_fit import bound
 from distributed.checkpoints.store import CheckpointStore
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
@@ -20,8 +21,10 @@ from distributed.loggers.files import MetricsFile
 from distributed.state import TrainState, WorkerContext
 from distributed.testing import FakeBackend, FakeData, FakeOptions
 from distributed.training.common_step import CommonStep
-from distributed.training.loop import Run, evaluate
+from distributed.training.loop import Run
 from distributed.training.loop import fit as fit_loop
+from distributed.training.validation import Validation, evaluate
+from tests.unit.contexts import a_context
 from tests.unit.test_common_step import Store
 
 BATCH = BatchPlan(2, 2, 1, 4)
@@ -54,11 +57,13 @@ def make(samples=10, state=None, callbacks=(), val=None, saved=None, shuffle=Tru
     backend.setup()
     common = CommonStep(0, 1, None, "test")
     state = state or TrainState()
+    sets = val if isinstance(val, dict) else {"val_": val}
+    validation = None if val is None else Validation(sets)
     run = Run(
         backend,
         merged.config,
         FakeData(samples, BATCH, shuffle=shuffle),
-        val,
+        validation,
         state,
         common,
         list(callbacks),
@@ -78,7 +83,7 @@ def fit(run):
         return is_written
 
     run.write_checkpoint = written
-    with bound(run.callbacks, FitContext(None, None, run.config, Path("/runs/one"), run.stop)):
+    with bound(run.callbacks, a_context(run.stop, run.config, log=run.backend.logged.log)):
         fit_loop(run)
 
 
@@ -137,7 +142,7 @@ def test_a_callback_ends_training_from_any_hook(hook):
 def test_a_stop_in_on_train_end_is_told_to_have_no_effect():
     run = make(samples=20, callbacks=[Stops("on_train_end", 10)], val=FakeData(3, BATCH))
     told = []
-    run.backend.configure(report=told.append)
+    run.backend.configure(on_event=told.append)
     fit(run)
     assert [event["kind"] for event in told] == ["warning"]
     assert told[0]["text"].startswith("stop('enough') in on_train_end has no effect: training has ended")
@@ -287,7 +292,7 @@ def test_what_max_steps_cut_off_is_measured_and_its_row_stands_until_the_epoch_i
     assert [(row["epoch"], row["step"]) for row in run.state.rows] == [(1, 3), (2, 5)]
     assert run.state.rows[1]["val_loss"] == run.state.best["val_loss"] == pytest.approx(1.0)
     assert [state.step for state in saved] == [3, 5] and saved[-1].rows == run.state.rows
-    assert run.backend.calls.count("end_epoch") == 1 and recorder.hooks[-2:] == ["step 5", "end"]
+    assert run.backend.calls.count("step_schedule") == 1 and recorder.hooks[-2:] == ["step 5", "end"]
 
     again = make(state=copy.deepcopy(saved[-1]), val=FakeData(3, BATCH))
     again.state.stop_reason = None
@@ -484,7 +489,7 @@ def test_a_store_gives_back_what_the_loop_saved(tmp_path):
         monitor="loss",
         monitor_mode="min",
         context=context,
-        report=print,
+        on_event=print,
     )
     run.write_checkpoint = lambda: store.save(run.state, {}, run.state.metrics.get("loss"))
     fit(run)
@@ -497,7 +502,7 @@ def test_a_store_gives_back_what_the_loop_saved(tmp_path):
         monitor="loss",
         monitor_mode="min",
         context=context,
-        report=print,
+        on_event=print,
     )
     state = again.load(again.find())
     assert state.to_json() == run.state.to_json() and other.backend.weight == run.backend.weight

@@ -14,7 +14,7 @@ from distributed.backends._torch.objective import Loss
 from distributed.backends._torch.over_all import ENGINE, alone
 from distributed.backends.over_all import Wholes
 from distributed.state import MicroBatch, UpdateBatch
-from distributed.training.loop import _add, means_of
+from distributed.training.validation import add, means_of
 from tests.unit.ranks import on_ranks
 from tests.unit.test_over_all import Ranks
 
@@ -75,7 +75,7 @@ class Rank:
         self.averages.measured.begin("val")
         size, sums = batch * self.world, {}
         results = [self._step("val", outputs, targets, start, size) for start in range(0, N, size)]
-        _add(sums, self.averages.collect(results, self.ranks.gather))
+        add(sums, self.averages.collect(results, self.ranks.gather))
         found = self._measure("val", sums)
         return means_of(sums) | found if found is not None else self.evaluate(outputs, targets, batch)
 
@@ -87,7 +87,7 @@ class Rank:
         for number, start in enumerate(starts):
             window.append(self._step("train", outputs, targets, start, size))
             if number % log_every == log_every - 1 or start == starts[-1]:
-                _add(sums, self.averages.collect(window, self.ranks.gather))
+                add(sums, self.averages.collect(window, self.ranks.gather))
                 window.clear()
                 found = self._measure("train", sums, start == starts[-1])
         return means_of(sums) | found

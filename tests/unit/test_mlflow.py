@@ -15,10 +15,11 @@ from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers._mlflow import tracking_uri
 from distributed.loggers._mlflow.run import grouped, metric_name
-from distributed.loggers._mlflow.spool import RunRecord, Spool, last_steps, logged_params
+from distributed.loggers._mlflow.spool import RunRecord, logged_params, spool_of
 from distributed.loggers.base import is_on_mlflow
 from distributed.loggers.mlflow import JoinedRun, MlflowLogger
 from distributed.loggers.registry import check, environ_of_run, environ_of_workers
+from distributed.loggers.spool import last_steps
 from distributed.runs.directory import RunDirectory
 from distributed.tuning.mlflow_run import SweepRun, run_of_sweep
 from distributed.tuning.sweep import Sweep
@@ -191,7 +192,7 @@ def test_a_process_that_is_no_worker_gets_its_environment_back(monkeypatch):
 
 
 def test_the_spool_forgets_half_a_line_and_nothing_else(tmp_path):
-    spool = Spool(tmp_path)
+    spool = spool_of(tmp_path)
     spool.open()
     spool.append({"kind": "params", "values": {"epochs": "1"}})
     spool.append({"kind": "metrics", "time": 1, "step": 5, "values": {"loss": 0.5, "val_loss": 1.0}})
@@ -199,7 +200,7 @@ def test_the_spool_forgets_half_a_line_and_nothing_else(tmp_path):
     with spool.path.open("ab") as file:
         file.write(b'{"kind": "metr')
 
-    again = Spool(tmp_path)
+    again = spool_of(tmp_path)
     assert [entry["kind"] for entry in again.open()] == ["params", "metrics"]
     again.append({"kind": "metrics", "time": 2, "step": 6, "values": {"loss": 0.25}})
     again.append({"kind": "params", "values": {"epochs.from_step_6": "2"}})
@@ -248,7 +249,7 @@ def test_the_runs_of_further_trainers_and_of_trials_are_sent_too(tmp_path, monke
 def test_the_rest_of_a_live_run_is_left_to_it(tmp_path):
     live = RunDirectory(tmp_path)
     live.lock()
-    with pytest.raises(ConfigError, match="is in use by"):
+    with pytest.raises(ResourceError, match="is in use by"):
         run(["mlflow-sync", str(tmp_path)])
 
 

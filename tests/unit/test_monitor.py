@@ -92,14 +92,18 @@ def test_a_misspelt_monitor_is_told_before_its_mode_is_asked_for():
         patch.delitem(sys.modules, "keras", raising=False)
         for name in ("val_los", "val_acuracy"):
             with pytest.raises(ConfigError, match=f"{name!r} is not reported .did you mean"):
-                check_monitor(merge(Overrides(), {"monitor": name}), [1], Job(model))
+                check_monitor(merge(Overrides(), {"monitor": name}), ["val_"], Job(model))
         with pytest.raises(ConfigError, match="does not say whether") as error:
-            check_monitor(merge(Overrides(), {"monitor": "val_v"}), [1], Job(model, metrics={"v": lambda o, t: 0.0}))
+            check_monitor(
+                merge(Overrides(), {"monitor": "val_v"}), ["val_"], Job(model, metrics={"v": lambda o, t: 0.0})
+            )
         assert "'val_v' does not say whether smaller or larger values are better" in str(error.value)
         with pytest.raises(ConfigError, match=r"better \(did you mean 'val_loss'\?\): set monitor_mode"):
-            check_monitor(merge(Overrides(), {"monitor": "val_los"}), [1], Job(model, training_step=lambda m, b: 0.0))
+            check_monitor(
+                merge(Overrides(), {"monitor": "val_los"}), ["val_"], Job(model, training_step=lambda m, b: 0.0)
+            )
         metrics = {"ce": SparseCategoricalCrossentropy()}
-        check_monitor(merge(Overrides(), {"monitor": "val_ce"}), [1], Job(model, metrics=metrics))
+        check_monitor(merge(Overrides(), {"monitor": "val_ce"}), ["val_"], Job(model, metrics=metrics))
 
 
 def test_the_best_is_by_name_and_for_the_monitor_by_its_mode():
@@ -138,7 +142,7 @@ def test_metrics_that_may_report_several_values_leave_only_their_own_names_open(
     refused = contextlib.nullcontext() if is_possible else pytest.raises(ConfigError, match=f"{monitor!r} is not rep")
     with pytest.MonkeyPatch.context() as patch, refused:
         patch.delitem(sys.modules, "keras", raising=False)
-        check_monitor(merged, [1], Job(model, metrics=metrics))
+        check_monitor(merged, ["val_"], Job(model, metrics=metrics))
 
 
 def test_a_metric_that_an_earlier_row_has_may_be_absent():
@@ -151,7 +155,7 @@ def test_a_metric_that_an_earlier_row_has_may_be_absent():
 
 def test_the_default_monitor_may_be_absent_where_nothing_is_validated():
     check_reported(merge(Overrides(), {}).config, {"epoch": 1, "step": 3, "loss": 1.0}, is_validated=False)
-    check_monitor(merge(Overrides(), {}), None)
+    check_monitor(merge(Overrides(), {}), [])
 
 
 @pytest.mark.parametrize(
@@ -164,5 +168,5 @@ def test_the_default_monitor_may_be_absent_where_nothing_is_validated():
 )
 def test_what_watches_validation_needs_validation_data(settings, name):
     with pytest.raises(ConfigError, match=f"{name} watches 'val_.*pass val_data, or set monitor='loss'"):
-        check_monitor(merge(Overrides(), settings), None)
-    check_monitor(merge(Overrides(), settings), [1])
+        check_monitor(merge(Overrides(), settings), [])
+    check_monitor(merge(Overrides(), settings), ["val_"])

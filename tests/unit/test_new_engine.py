@@ -1,4 +1,4 @@
-"""A new engine is one file and one registry row."""
+"""A new engine is one file and one registry entry."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import ast
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import distributed.training.setup
 from distributed import PyTorchDDPTrainer, Trainer
-from distributed.backends import make_backend
+from distributed.backends import backend_class, make_backend
 from distributed.backends._torch.world import ProcessGroup, leave_group
 from distributed.backends.capabilities import capabilities_of, settings_for_all
 from distributed.backends.effects import EFFECTS, Situation, lines_of, needs_of, without_effect
@@ -24,7 +25,7 @@ from distributed.cli.__main__ import run
 from distributed.config.fields import rules
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
-from distributed.config.registry import REGISTRY, backend_class, option_class
+from distributed.config.registry import REGISTRY, option_class
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, DistributedError
 from distributed.launching.request import LaunchRequest
@@ -41,10 +42,11 @@ DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 
 # or has a need in `distributed.backends.effects`.
 ALWAYS = """
 backend num_gpus gpus_per_node nproc_per_node device nan_policy seed deterministic shuffle epochs max_steps batch_size
-global_batch_size gradient_accumulation_steps dtype early_stopping_patience monitor monitor_mode learning_rate lr_scaling
+global_batch_size gradient_accumulation_steps init_from dtype validate_every_n_steps validate_every_s validate_at_start max_validation_batches
+early_stopping_patience monitor monitor_mode optimizer learning_rate weight_decay layer_rates scheduler lr_scaling
 warmup_steps gradient_clipping mixed_precision activation_checkpointing compile checkpoint_dir resume_from_checkpoint
 checkpoint_at_start checkpoint_frequency checkpoint_every_n_steps checkpoint_every_s keep_latest_k keep_best log_every_n_steps
-verbose mlflow_tracking tensorboard profile data.presharded
+verbose loggers mlflow_tracking tensorboard profile data.presharded
 """
 # The options of backends that have an effect wherever the backend is chosen.
 OPTIONS_ALWAYS = """
@@ -55,12 +57,13 @@ deepspeed.native_checkpoint deepspeed.deepspeed_config horovod.keras_backend ten
 """
 # Given alone, on CPUs, these have no effect anywhere: what they belong to is off.
 OFF = {
+    "momentum", "scheduler_steps", "min_learning_rate", "scheduler_power", "scheduler_decay_ratio",
     "scaler_init_scale", "scaler_growth_interval", "scheduler_interval", "mlflow_checkpoint", "profile_wait",
-    "profile_warmup", "profile_active", "tensorboard_histograms", "warmup_start",
+    "profile_warmup", "profile_active", "tensorboard_histograms", "warmup_start", "elastic_interval_s", "min_nproc_per_node",
 }  # fmt: skip
 LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception"}
 # Workers of one node meet in a file: nothing looks for them at an address, and no port is opened.
-ONE_NODE = {"master_addr", "master_port", "node_rank"}
+ONE_NODE = {"master_addr", "master_port", "node_rank", "node_timeout", "min_nodes"}
 ONE_PROCESS = {"communication_backend", "start_timeout"} | ONE_NODE
 # (who started the processes, how many nodes, how many processes of each) -> what has no effect there
 PLACES = {
@@ -85,8 +88,13 @@ DIFFERENT = {
     ("ray", "address", "ours, before the script"): False,
     ("ray", "address", "another"): False,
     ("ray", "address", "nobody"): False,
+    ("ray", "wait", "ours"): True,
+    ("ray", "wait", "ours, before the script"): False,
+    ("ray", "wait", "another"): False,
+    ("ray", "wait", "nobody"): False,
 }
-BESIDE = {"warmup_start": {"warmup_steps": 0}}
+CLUSTER = {"address": "127.0.0.1:1"}  # without one, Ray has one node
+BESIDE = {"warmup_start": {"warmup_steps": 0}, "wait": CLUSTER, "min_nproc_per_node": {"nproc_per_node": 1}}
 VALUES = {
     "warmup_start": 0.5,
     "tensorboard_histograms": True,
@@ -94,12 +102,14 @@ VALUES = {
     "gpus_per_node": 0,
     "device": "cpu",
     "backend": None,
+    "min_nodes": 1,
+    "min_nproc_per_node": 1,
 }
 
 
 def request_with(settings: dict[str, Any]) -> LaunchRequest:
     fields = {name: value for name, value in settings.items() if name in LaunchRequest.__dataclass_fields__}
-    return LaunchRequest("run", **fields, launcher_options={"address": settings.get("address")})
+    return LaunchRequest("run", **fields, launcher_options={name: settings.get(name) for name in ("address", "wait")})
 
 
 def situation(backend: str, settings: dict[str, Any], who: str, nodes: int, processes: int, **more: Any) -> Situation:
@@ -109,17 +119,23 @@ def situation(backend: str, settings: dict[str, Any], who: str, nodes: int, proc
     return Situation(adapter, request, who != "nobody", **more)
 
 
-def one_setting(name: str, nodes: int) -> dict[str, Any]:
+def one_setting(backend: str, name: str, nodes: int) -> dict[str, Any]:
     """The setting with a value that is not the default, where the number of nodes leaves one."""
+    cluster = CLUSTER if backend == "ray" and nodes > 1 and name != "address" else {}
     values = {**VALUES, "num_nodes": nodes, "node_rank": nodes - 1}
-    return {"num_nodes": nodes, **BESIDE.get(name, {}), name: values[name] if name in values else refused_value(name)}
+    return {
+        "num_nodes": nodes,
+        **cluster,
+        **BESIDE.get(name, {}),
+        name: values[name] if name in values else refused_value(name),
+    }
 
 
 CASES = [
     pytest.param(name, (who, nodes, each), id=f"{name}-{who}-{nodes}x{each}")
-    for name, row in REGISTRY.items()
+    for name, entry in REGISTRY.items()
     for who, nodes, each in PLACES
-    if (nodes * each == 1 or not row.single_process) and (nodes == 1 or capabilities_of(row).accepts("num_nodes"))
+    if (nodes * each == 1 or not entry.single_process) and (nodes == 1 or capabilities_of(entry).accepts("num_nodes"))
 ]
 
 
@@ -132,7 +148,7 @@ def test_every_setting_has_an_effect_is_refused_or_is_named(backend, place, monk
     for name in [each for each in settings_for_all() if each != "backend"]:
         try:
             found = without_effect(
-                situation(backend, one_setting(name, nodes), who, nodes, processes, has_schedule=False)
+                situation(backend, one_setting(backend, name, nodes), who, nodes, processes, has_schedule=False)
             )
         except ConfigError as error:
             capabilities = capabilities_of(REGISTRY[backend])
@@ -151,7 +167,7 @@ def test_every_setting_has_an_effect_is_refused_or_is_named(backend, place, monk
 def test_every_setting_has_a_row_and_every_option_was_thought_of():
     assert set(EFFECTS) == set(settings_for_all())
     assert {name for name, needs in EFFECTS.items() if not needs} == set(ALWAYS.split())
-    options = {f"{row.group}.{name}" for row in REGISTRY.values() for name in rules(option_class(row.group))}
+    options = {f"{entry.group}.{name}" for entry in REGISTRY.values() for name in rules(option_class(entry.group))}
     with_needs = {name for each in REGISTRY for name in backend_class(each).needs if "." in name}
     assert options == with_needs | set(OPTIONS_ALWAYS.split()) and not with_needs & set(OPTIONS_ALWAYS.split())
     for each in REGISTRY:
@@ -254,7 +270,7 @@ def test_the_line_groups_settings_by_their_reason():
 def place(monkeypatch, tmp_path):
     """A process that has trained nothing yet, and leaves the group that it joined."""
     monkeypatch.chdir(tmp_path)
-    for name, value in {"first": None, "count": 0, "num_searches": 0}.items():
+    for name, value in {"first": None, "count": 0, "num_named": Counter()}.items():
         monkeypatch.setattr(_Taken, name, value)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     yield tmp_path

@@ -25,7 +25,9 @@ RUN_FLAGS = {"script", "config", "set", "run_dir", "resume", "dry_run", "help"}
 
 # What other tools' own documentation shows first, each with our setting, or None where there is none.
 WANTED = {
-    "val_check_interval": None, "check_val_every_n_epoch": None, "eval_steps": None, "eval_strategy": None,
+    "val_check_interval": "validate_every_n_steps", "check_val_every_n_epoch": "validate_every_n_steps",
+    "eval_steps": "validate_every_n_steps", "eval_strategy": "validate_every_n_steps", "eval_on_start": "validate_at_start",
+    "limit_val_batches": "max_validation_batches", "validation_steps": "max_validation_batches",
     "save_steps": "checkpoint_every_n_steps", "save_total_limit": "keep_latest_k", "num_train_epochs": "epochs",
     "max_epochs": "epochs", "max_duration": "epochs", "num_epochs": "epochs",
     "per_device_train_batch_size": "batch_size", "accumulate_grad_batches": "gradient_accumulation_steps",
@@ -34,10 +36,10 @@ WANTED = {
     "report_to": "tensorboard", "logger": "tensorboard", "log_with": "tensorboard", "output_dir": "checkpoint_dir",
     "strategy": "backend", "accelerator": "device", "devices": "nproc_per_node", "nproc": "nproc_per_node",
     "num_processes": "nproc_per_node", "num_machines": "num_nodes", "machine_rank": "node_rank",
-    "main_process_ip": "master_addr", "main_process_port": "master_port", "nnodes": "num_nodes",
-    "num_workers": None, "dataloader_num_workers": None, "prefetch": None, "rdzv_endpoint": "master_addr",
-    "logging_steps": "log_every_n_steps", "warmup_ratio": "warmup_steps", "weight_decay": None, "lr": "learning_rate",
-    "lr_scheduler_type": "warmup_steps", "load_best_model_at_end": "keep_best", "metric_for_best_model": "monitor",
+    "main_process_ip": "master_addr", "main_process_port": "master_port",
+    "num_workers": None, "dataloader_num_workers": None, "prefetch": None, "rdzv_backend": "master_addr",
+    "logging_steps": "log_every_n_steps", "warmup_ratio": "warmup_steps", "optim": "optimizer", "lr": "learning_rate",
+    "lr_scheduler_type": "scheduler", "adam_beta1": "betas", "load_best_model_at_end": "keep_best", "metric_for_best_model": "monitor",
     "greater_is_better": "monitor_mode", "torch_compile": "compile", "full_determinism": "deterministic",
     "use_cpu": "device", "use_gpu": "num_gpus", "failure_config": "max_restarts", "num_to_keep": "keep_latest_k",
     "resources_per_worker": "ray.cpus_per_worker", "ddp_find_unused_parameters": "ddp.find_unused_parameters",
@@ -45,7 +47,7 @@ WANTED = {
     "patience": "early_stopping_patience", "device_train_microbatch_size": "batch_size",
     "save_folder": "checkpoint_dir", "dist_timeout": "timeout_s", "limit_train_batches": "max_steps",
     "fast_dev_run": "max_steps", "detect_anomaly": "nan_policy", "resume": "resume_from_checkpoint",
-    "ckpt_path": "resume_from_checkpoint", "run_dir": "checkpoint_dir", "sync_batchnorm": None, "push_to_hub": None,
+    "ckpt_path": "resume_from_checkpoint", "run_dir": "checkpoint_dir", "sync_batchnorm": None, "load_weights_only": "init_from", "push_to_hub": None,
 }  # fmt: skip
 
 
@@ -137,8 +139,8 @@ def test_a_misspelt_option_is_answered_with_its_whole_name():
 
 
 def test_a_sweep_is_told_of_our_name_and_keeps_its_own():
-    settings, others, warnings = split_sweep({"num_train_epochs": 3, "optimizer": "adam", "save_intervals": 1})
-    assert settings == {} and set(others) == {"num_train_epochs", "optimizer", "save_intervals"}
+    settings, others, warnings = split_sweep({"num_train_epochs": 3, "optimizer_kind": "adam", "save_intervals": 1})
+    assert settings == {} and set(others) == {"num_train_epochs", "optimizer_kind", "save_intervals"}
     assert warnings[0] == "config has 'num_train_epochs', which is not a setting (use epochs): kept as a hyperparameter"
     assert not any("save_interval'" in warning for warning in warnings[1:])
     assert SWEEP_ALIASES.keys() <= PEERS.keys()
@@ -193,4 +195,4 @@ def test_a_setting_is_written_in_three_ways():
         ["--no-keep-best", "--epochs 3", "--device cpu", "--set ddp.comm_hook=VALUE"],
     ]
     assert all(as_flag(name, None) in make_parser()._option_string_actions for name in SETTINGS)
-    assert {row.group for row in REGISTRY.values()} <= set(GROUPS)
+    assert {entry.group for entry in REGISTRY.values()} <= set(GROUPS)

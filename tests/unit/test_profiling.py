@@ -64,7 +64,7 @@ def profiling_of(tmp_path, profiler, rank=0, **schedule):
     settings = {"profile": True, **schedule}
     config = DistributedConfig(**settings)
     fit = types.SimpleNamespace(
-        merged=MergedConfig(config, dict.fromkeys(settings, "code")), run=RunDirectory(tmp_path), report=told.append,
+        merged=MergedConfig(config, dict.fromkeys(settings, "code")), run=RunDirectory(tmp_path), on_event=told.append,
         context=WorkerContext(rank, 2, rank, 2, 0, "cpu"),
         backend=types.SimpleNamespace(
             observer=types.SimpleNamespace(profiler=lambda directory, warmup, active: profiler)

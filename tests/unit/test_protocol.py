@@ -1,11 +1,11 @@
-"""The size of the adapter protocol, and who may change an adapter. Read from the source: no engine is loaded."""
+"""The size of the adapter protocol, and who may change an adapter or the setup of a fit. Read from the source: no engine is loaded."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import distributed
@@ -83,16 +83,20 @@ def test_no_class_has_many_methods() -> None:
     assert {name: size for name, size in sizes.items() if size > MOST_METHODS} == {}
 
 
-def is_adapter(node: ast.expr, names: set[str]) -> bool:
-    """Whether an expression is an adapter, by its name: `backend`, `self._backend`, `run.backend`, or a name bound to one."""
+ADAPTERS = ("backend", "adapter")
+SETUPS = ("setup", "fits", "request", "finder", "tried")
+
+
+def is_one_of(node: ast.expr, names: set[str], attributes: set[str]) -> bool:
+    """Whether an expression is such an object, by its name: `backend`, `self._backend`, `run.backend`, or a name bound to one."""
     if isinstance(node, ast.Name):
         return node.id in names
-    return isinstance(node, ast.Attribute) and node.attr in ("backend", "_backend")
+    return isinstance(node, ast.Attribute) and node.attr in attributes
 
 
-def changed(function: ast.AST) -> Iterator[str]:
-    """The attributes of adapters that a function sets or deletes."""
-    names = {"backend", "adapter"}
+def changed(function: ast.AST, called: Iterable[str] = ADAPTERS) -> Iterator[str]:
+    """The attributes of objects of these names that a function sets or deletes."""
+    names, attributes = set(called), {form for name in called for form in (name, f"_{name}")}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
             for target in node.targets:
@@ -100,16 +104,16 @@ def changed(function: ast.AST) -> Iterator[str]:
                 targets = target.elts if isinstance(target, ast.Tuple) else [target]
                 if len(values) == len(targets):
                     pairs = zip(targets, values, strict=True)
-                    names |= {t.id for t, v in pairs if isinstance(t, ast.Name) and is_adapter(v, names)}
+                    names |= {t.id for t, v in pairs if isinstance(t, ast.Name) and is_one_of(v, names, attributes)}
     for node in ast.walk(function):
         targets = itertools.chain(getattr(node, "targets", ()), [getattr(node, "target", None)])
         for target in itertools.chain.from_iterable(t.elts if isinstance(t, ast.Tuple) else [t] for t in targets if t):
-            if isinstance(target, ast.Attribute) and is_adapter(target.value, names):
+            if isinstance(target, ast.Attribute) and is_one_of(target.value, names, attributes):
                 yield ast.unparse(target)
         if (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) in ("setattr", "delattr")
-            and is_adapter(node.args[0], names)
+            and is_one_of(node.args[0], names, attributes)
         ):
             yield ast.unparse(node)
 
@@ -118,6 +122,13 @@ def test_nobody_changes_an_adapter_from_outside() -> None:
     assert list(changed(ast.parse("def f(setup):\n own, n = setup.backend, 1\n own.merged, x = 1, 2"))) == [
         "own.merged"
     ]
-    assert list(changed(ast.parse("setattr(self._backend, 'report', print)"))) != []
+    assert list(changed(ast.parse("setattr(self._backend, 'on_event', print)"))) != []
     found = {module: list(changed(tree)) for module, tree in sources()}
+    assert {module: each for module, each in found.items() if each} == {}
+
+
+def test_nobody_changes_the_setup_of_a_fit_from_outside() -> None:
+    assert list(changed(ast.parse("fits.setup.merged, search.setup.run_dir = 1, 2"), SETUPS)) != []
+    assert list(changed(ast.parse("own = trainer.setup\nown.callbacks = []"), SETUPS)) == ["own.callbacks"]
+    found = {module: list(changed(tree, SETUPS)) for module, tree in sources()}
     assert {module: each for module, each in found.items() if each} == {}

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from distributed.backends._ray import listener as listener_module
-from distributed.backends._ray import seal
-from distributed.backends._ray.listener import HELLO, WorkerListener
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect, seals
-from distributed.backends._ray.seal import Seal
 from distributed.backends._ray.worker import _report_end
+from distributed.launching import seal
+from distributed.launching import sealed_listener as listener_module
+from distributed.launching.seal import Seal
+from distributed.launching.sealed_listener import HELLO, SealedListener
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -31,18 +31,18 @@ from distributed.backends._ray.rendezvous import RendezvousServer, connect
 from distributed.launching.stopping import Signals, Stop
 
 begun = queue.Queue()
-reports, _ = os.pipe()
+events, _ = os.pipe()
 with Signals() as signals:
-    server = RendezvousServer(1, signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_: None)
+    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_: None)
     server.listener.listen("127.0.0.1")
     server.listener.open()
-    server.start(types.SimpleNamespace(reports=reports))
+    server.start(types.SimpleNamespace(events=events))
     for is_restart in (True, False):
-        worker = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0})
+        worker = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0, "world_size": 1})
         assert begun.get(timeout=10) == [0]
         server.end_attempt(restart=is_restart)
         assert next(worker.read()) == {"op": "end", "restart": is_restart}
-    late = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0})
+    late = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0, "world_size": 1})
     for each in late.sockets.values():
         each.settimeout(10)
         assert each.recv(100) == b""
@@ -57,20 +57,62 @@ def test_whoever_ray_starts_after_the_end_is_turned_away(run_python):
     assert done.returncode == 0 and done.stdout == "turned away\n", done.output
 
 
+UNEVEN = """
+import json, os, queue, types
+from distributed.backends._ray.rendezvous import RendezvousServer, connect
+from distributed.launching.stopping import Signals, Stop
+
+begun = queue.Queue()
+events, side = os.pipe()
+with Signals() as signals:
+    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_, **__: None)
+    server.listener.listen("127.0.0.1")
+    server.listener.open()
+    server.start(types.SimpleNamespace(fileno=lambda: events, events=events, read=lambda: [json.loads(os.read(events, 1000))]))
+
+    def join(rank, attempt):
+        return connect("127.0.0.1", server.listener.port, server.token, {"rank": rank, "world_size": 2, "attempt": attempt})
+
+    def is_sent_back(worker):
+        return next(worker.read()) == {"op": "end", "restart": True}
+
+    first, lost = join(0, 1), join(1, 1)
+    assert begun.get(timeout=10) == [0, 1]
+    server.end_attempt(restart=True)
+
+    first, lost = join(0, 2), connect("127.0.0.1", server.listener.port, server.token, {"rank": 1, "world_size": 3, "attempt": 2})
+    for each in lost.sockets.values():
+        each.close()
+    print("lost after it had connected", is_sent_back(first), is_sent_back(join(1, 2)))
+    first = join(0, 3)
+    os.write(side, json.dumps({"news": "lost", "attempt": 3}).encode())
+    print("lost before it connected", is_sent_back(first), is_sent_back(join(1, 3)))
+    both = join(0, 4), join(1, 4)
+    print("begun", begun.get(timeout=10), begun.empty(), flush=True)
+    os._exit(0)
+"""
+
+
+def test_the_others_start_again_if_a_worker_is_lost_before_all_have_connected(run_python):
+    done = run_python(["-c", UNEVEN])
+    said = "lost after it had connected True True\nlost before it connected True True\nbegun [0, 1] True\n"
+    assert done.returncode == 0 and done.stdout == said, done.output
+
+
 BROKEN = """
 import os, queue, types
 from distributed.backends._ray.rendezvous import RendezvousServer, connect
 from distributed.launching.stopping import Signals, Stop
 
 begun, said, told = queue.Queue(), queue.Queue(), queue.Queue()
-reports, _ = os.pipe()
+events, _ = os.pipe()
 with Signals() as signals:
     note = lambda news, error=None: said.put((news, error))
-    server = RendezvousServer(1, signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(workers), note)
+    server = RendezvousServer(signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(workers), note)
     server.listener.listen("127.0.0.1")
     server.listener.open()
-    server.start(types.SimpleNamespace(reports=reports))
-    worker = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0})
+    server.start(types.SimpleNamespace(events=events))
+    worker = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0, "world_size": 1})
     begun.get(timeout=10)
     worker.send(nothing="that it knows")
     print(said.get(timeout=10))
@@ -99,15 +141,15 @@ class Evil:
         return os.mkdir, ("evil",)
 
 begun, told = queue.Queue(), queue.Queue()
-reports, _ = os.pipe()
+events, _ = os.pipe()
 with Signals() as signals:
-    server = RendezvousServer(1, signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(list(workers)), print)
+    server = RendezvousServer(signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(list(workers)), print)
     server.listener.listen("127.0.0.1")
     server.listener.open()
-    server.start(types.SimpleNamespace(reports=reports))
+    server.start(types.SimpleNamespace(events=events))
     address = ("127.0.0.1", server.listener.port)
     words = [
-        '{"kind": "orders", "worker": "1", "token": "é"}\\n'.encode(), b"[" * 4000 + b"\\n", b"[" * 100_000, bytes(range(256)),
+        '{"kind": "commands", "worker": "1", "token": "é"}\\n'.encode(), b"[" * 4000 + b"\\n", b"[" * 100_000, bytes(range(256)),
         b"{}\\n", b"0" * 64 + b" " + b"[" * 4000 + b"\\n", b"\\n", b"\\xff" * 64 + b" {}\\n", pickle.dumps(Evil()) + b"\\n",
     ]
     strangers = []
@@ -123,12 +165,12 @@ with Signals() as signals:
     idle = [socket.create_connection(address) for _ in range(300)]
     half = socket.create_connection(address)
     half.sendall(b"0123")
-    worker = connect(*address, server.token, {"rank": 0})
+    worker = connect(*address, server.token, {"rank": 0, "world_size": 1})
     assert begun.get(timeout=10) == [0]
     worker.send(status=7)
     print(told.get(timeout=10)["status"], server.listener.num_refused >= len(words) + 40, os.listdir(), flush=True)
-    worker.sockets["orders"].sendall(b"not sealed\\n")
-    assert worker.sockets["orders"].recv(10) == b""
+    worker.sockets["commands"].sendall(b"not sealed\\n")
+    assert worker.sockets["commands"].recv(10) == b""
     os._exit(0)
 """
 
@@ -143,7 +185,7 @@ def test_strangers_are_sent_away_and_counted_and_the_worker_is_heard(run_python,
 def listener(monkeypatch):
     monkeypatch.setattr(listener_module, "_LINE_S", 0.5)
     with selectors.DefaultSelector() as selector:
-        made = WorkerListener(selector, "secret", lambda connection, hello: admitted.append((connection, hello)))
+        made = SealedListener(selector, "secret", lambda connection, hello: admitted.append((connection, hello)))
         admitted = made.admitted = []
         made.listen("127.0.0.1")
         made.open()
@@ -205,14 +247,14 @@ class Full:
 
 
 def test_a_first_line_may_come_in_pieces(listener):
-    line = Seal("secret", HELLO).close({"kind": "orders"})
+    line = Seal("secret", HELLO).close({"kind": "commands"})
     with socket.create_connection(("127.0.0.1", listener.port)) as slow:
         for piece in (line[:10], line[10:-1], line[-1:]):
             slow.sendall(piece)
             serve(listener, lambda: True)
             time.sleep(0.05)
         serve(listener, lambda: listener.admitted)
-    assert listener.admitted[0][1] == {"kind": "orders"} and listener.num_refused == 0
+    assert listener.admitted[0][1] == {"kind": "commands"} and listener.num_refused == 0
 
 
 def test_it_listens_at_the_address_that_it_is_given_alone(listener):
@@ -223,8 +265,8 @@ def test_it_listens_at_the_address_that_it_is_given_alone(listener):
 
 
 def test_lines_cannot_be_changed_moved_repeated_or_sent_back():
-    orders, answers = seals("secret", "worker")
-    first, second = orders.close({"op": "kill"}), orders.close({"op": "end"})
+    commands, answers = seals("secret", "worker")
+    first, second = commands.close({"op": "kill"}), commands.close({"op": "end"})
     assert b"secret" not in first + second
     for lines in ([second], [first, first], [first.replace(b"kill", b"quit")], [b"kill\n"], [b"\n"], [b"\xff \xff\n"]):
         reader, _ = seals("secret", "worker")
@@ -249,8 +291,8 @@ def test_a_line_of_brackets_is_refused_and_not_parsed(listener, monkeypatch, dep
 
 def test_a_first_line_that_was_heard_before_is_refused(listener):
     """As somebody sends it who has listened to the network, at once or much later, alone or with more behind it."""
-    line = Seal("secret", HELLO).close({"kind": "orders", "worker": "1-a"})
-    replays = [line, line + b"\n", line.replace(b"orders", b"stdout"), line.upper(), b" " + line]
+    line = Seal("secret", HELLO).close({"kind": "commands", "worker": "1-a"})
+    replays = [line, line + b"\n", line.replace(b"commands", b"stdout"), line.upper(), b" " + line]
     with contextlib.ExitStack() as connections:
         for each in (line, *replays):
             connection = connections.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
@@ -258,7 +300,7 @@ def test_a_first_line_that_was_heard_before_is_refused(listener):
             serve(listener, lambda: len(listener.admitted) == 1)
         serve(listener, lambda: listener.num_refused == len(replays))
     assert len(listener.admitted) == 1
-    other = Seal("secret", HELLO).close({"kind": "orders", "worker": "1-b"})
+    other = Seal("secret", HELLO).close({"kind": "commands", "worker": "1-b"})
     with socket.create_connection(("127.0.0.1", listener.port)) as worker:
         worker.sendall(other)
         serve(listener, lambda: len(listener.admitted) == 2)
@@ -283,7 +325,7 @@ def test_what_is_nested_too_deep_is_not_parsed():
 def test_a_worker_obeys_nobody_who_does_not_know_the_secret():
     """As where another process has taken the port of a launcher that ended."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        launcher = connect("127.0.0.1", stranger.getsockname()[1], "secret", {"rank": 0})
+        launcher = connect("127.0.0.1", stranger.getsockname()[1], "secret", {"rank": 0, "world_size": 1})
         first = stranger.accept()[0]
         assert b"secret" not in first.recv(4096)
         first.sendall(b'{"op": "start", "environ": {"LD_PRELOAD": "evil.so"}}\n')
@@ -293,7 +335,7 @@ def test_a_worker_obeys_nobody_who_does_not_know_the_secret():
 
 
 def test_the_end_is_said_when_the_output_has_been_read():
-    pairs = {kind: socket.socketpair() for kind in ("orders", *STREAMS)}
+    pairs = {kind: socket.socketpair() for kind in ("commands", *STREAMS)}
     mine, launchers = ({kind: pair[side] for kind, pair in pairs.items()} for side in (0, 1))
     mine["control"].sendall(b"why")
     worker = threading.Thread(target=_report_end, args=(LauncherConnections(mine, *seals("secret", "worker")), 1))
@@ -302,19 +344,19 @@ def test_the_end_is_said_when_the_output_has_been_read():
         assert launchers[kind].recv(10) == b""
         launchers[kind].close()
     assert launchers["control"].recv(10) == b"why"
-    assert select.select([launchers["orders"]], [], [], 0.3)[0] == []
+    assert select.select([launchers["commands"]], [], [], 0.3)[0] == []
     assert launchers["control"].recv(10) == b""
     launchers["control"].close()
-    assert seals("secret", "worker")[1].open(launchers["orders"].recv(200)) == {"status": 1}
+    assert seals("secret", "worker")[1].open(launchers["commands"].recv(200)) == {"status": 1}
     worker.join()
-    for each in (*mine.values(), launchers["orders"]):
+    for each in (*mine.values(), launchers["commands"]):
         each.close()
 
 
 def test_a_child_may_open_the_port_for_its_parent(listener):
     """Ray's process does: it alone knows at which address the cluster sees this machine."""
     with selectors.DefaultSelector() as selector:
-        made = WorkerListener(selector, "secret", lambda connection, hello: connection.close())
+        made = SealedListener(selector, "secret", lambda connection, hello: connection.close())
         child = os.fork()
         if child == 0:
             made.listen("127.0.0.1")

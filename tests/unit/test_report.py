@@ -137,6 +137,23 @@ def test_events_stand_where_training_was_also_those_that_do_not_say(tmp_path):
     assert marks == [(390, "worker failed"), (300, "resumed")]
 
 
+def test_ranks_and_events_of_several_nodes_name_their_node(tmp_path):
+    killed = {"time": BEGAN + 5, "event": "worker_failed", "rank": 3, "node": 1, "cause": "rank 3 on node 1 was killed"}
+    lost = {"time": BEGAN + 6, "event": "node_lost", "node": 1, "cause": "node 1 has ended"}
+    joined = {"time": BEGAN + 7, "event": "node_joined", "node": 1, "host": "node1, 10.99.0.2"}
+    run = read_run(write_run(tmp_path / "run", world_size=4, num_nodes=2, slow_rank=1.5, events=[killed, lost, joined]))
+    panels = run_panels([run])
+
+    ranks = panel(panels, "Time of each rank")
+    assert [each.name for each in ranks.lines] == [f"rank {rank}, node {rank // 2}" for rank in range(4)]
+    assert "slowest: rank 1, node 0, 1.50 x" in ranks.note
+    rows = panel(panels, "Events").more["rows"]
+    assert rows == ["started", "checkpoint", "node 1: worker failed", "node 1: lost", "node 1: joined"]
+    assert line(panels, "Events", "node 1: joined").data["text"] == ["node joined: node1, 10.99.0.2"]
+    assert [mark["text"] for mark in panel(panels, "Loss").marks] == ["worker failed", "node lost", "node joined"]
+    assert ">4 on 2 nodes<" in report_text([run.path])
+
+
 def test_a_half_line_and_foreign_lines_are_left_out(tmp_path):
     run = write_run(tmp_path / "run", steps=100, every=10)
     with (run / "metrics.jsonl").open("a") as file:

@@ -2,12 +2,17 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 import distributed
+from distributed.config.registry import REGISTRY
 
 HOME = Path(distributed.__file__).parent
 MODULES = {
@@ -15,6 +20,25 @@ MODULES = {
     for path in HOME.rglob("*.py")
 }
 MOST_ROOMS = 22
+# What belongs there; what does not. The second part names another room, or says "not".
+ONE_SENTENCE = re.compile(r"[^;]+; [^;]*(`\w+`|\bnot\b)[^;]*\.")
+# Private matters of the engines, as they are written in code. Only `backends/` and the data here may have them.
+PRIVATE = {
+    "the live worker pool of a DataLoader": r"\b_iterator\b",
+    "torch's profiler": r"_profiler_enabled|torch\.profiler|autograd\.profiler",
+    "torch's handlers of env:// and tcp://": r"_rendezvous_handlers",
+    "the variable by which Keras chooses its engine": r"KERAS_BACKEND",
+    "errors of gloo, NCCL, torch.distributed and Horovod": (
+        r"HorovodInternalError|Horovod has been shut down|NCCL communicator|unhandled system error|connectFullMesh"
+        r"|(recv|send)(Bytes|Value) failed|Dist(Network|Store|Backend)?Error\b|Connection closed by peer|Socket Timeout"
+    ),
+    "seeding torch or Keras": r"manual_seed|set_random_seed",
+}
+DATA = (
+    "config/registry.py",  # what the rows say of their engines
+    "config/peers.py",  # names of the settings of other tools
+    "testing/jobs/",  # scripts that the conformance suite runs, as a user's
+)
 
 
 def imports_of(name):
@@ -50,6 +74,48 @@ def test_no_module_imports_itself_over_others():
     assert circles({**graph, "distributed.errors": {"distributed.trainer"}})  # it is found where there is one
 
 
+# Names of our own code in strings: "distributed.module" or "distributed.module:name". No tool sees the import behind them.
+NAME = re.compile(r"distributed(\.\w+)+(:\w+)?")
+REGISTRIES = {"distributed.config.registry", "distributed.loggers.registry"}
+COMMAND = "distributed.cli"  # it is started as a process of its own
+
+
+def names_in(name):
+    """The strings of module `name` that name our own code."""
+    strings = (node.value for node in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(node, ast.Constant))
+    return {text for text in strings if isinstance(text, str) and NAME.fullmatch(text)}
+
+
+def defined_in(name):
+    """The functions, classes and variables at the top of module `name`."""
+    for node in ast.parse(MODULES[name].read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign):
+            yield from (each.id for each in node.targets if isinstance(each, ast.Name))
+
+
+def test_names_in_the_rows_of_a_registry_resolve():
+    names = {name for registry in REGISTRIES for name in names_in(registry)}
+    assert len(names) > 20
+    for name in names:
+        module, _, thing = name.partition(":")
+        assert module in MODULES and (not thing or thing in defined_in(module)), name
+    entries = [entry for entry in REGISTRY.values() if entry.module.startswith("distributed.")]
+    assert entries and [entry.name for entry in entries if entry.class_name not in defined_in(entry.module)] == []
+
+
+def test_no_other_code_names_functions_in_strings_or_modules_above_itself():
+    project = tomllib.loads((HOME.parent / "pyproject.toml").read_text())
+    (contract,) = project["tool"]["importlinter"]["contracts"]
+    height = {room: -number for number, layer in enumerate(contract["layers"]) for room in layer.split(" : ")}
+    named = {(name, text) for name in MODULES.keys() - REGISTRIES for text in names_in(name)}
+    assert [(name, text) for name, text in named if ":" in text] == []
+    modules = [(name, text) for name, text in named if text in MODULES and text != COMMAND]
+    assert ("distributed.backends.starting", "distributed.launching.forkserver") in modules
+    assert [(name, text) for name, text in modules if height[name.split(".")[1]] < height[text.split(".")[1]]] == []
+
+
 def test_there_are_few_rooms_and_each_says_what_belongs_there():
     modules = [path for path in HOME.glob("*.py") if path.name != "__init__.py"]
     rooms = modules + [path.parent for path in HOME.glob("*/__init__.py")]  # not what an older checkout left behind
@@ -58,10 +124,33 @@ def test_there_are_few_rooms_and_each_says_what_belongs_there():
     sentences = defaultdict(list)
     for file in files:
         sentences[(ast.get_docstring(ast.parse(file.read_text())) or "").partition("\n")[0]].append(file)
-    assert all(sentence.endswith(".") and len(same) == 1 for sentence, same in sentences.items()), sentences
+    assert all(ONE_SENTENCE.fullmatch(sentence) and len(same) == 1 for sentence, same in sentences.items()), sentences
 
 
 def test_the_picture_is_what_the_code_says():
     script = HOME.parent / "scripts" / "draw_rooms.py"
     done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", PRIVATE.values(), ids=PRIVATE)
+def test_only_backends_and_data_know_the_private_matters_of_an_engine(words):
+    lines = defaultdict(list)
+    for path in MODULES.values():
+        home = path.relative_to(HOME).as_posix()
+        if not home.startswith(DATA):
+            side = "inside" if home.startswith("backends/") else "outside"
+            found = enumerate(path.read_text().splitlines(), 1)
+            lines[side] += [f"{home}:{number}: {line.strip()}" for number, line in found if re.search(words, line)]
+    assert lines["outside"] == []
+    # A pattern that matches nowhere tests nothing.
+    assert lines["inside"] or re.search(words, (HOME / "config/registry.py").read_text())
+
+
+def test_the_errors_by_which_an_engine_reports_a_lost_rank_are_known_by_its_row_alone():
+    errors = [entry.peer_errors for entry in REGISTRY.values()]
+    names = {name for each in errors for name in (*each.types, *each.general_types)}
+    assert {"DistNetworkError", "HorovodInternalError"} <= names
+    rest = {name: path.read_text() for name, path in MODULES.items() if not name.startswith("distributed.backends.")}
+    del rest["distributed.config.registry"]
+    assert [(name, error) for name, text in rest.items() for error in names if re.search(rf"\b{error}\b", text)] == []

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.errors import ConfigError
+from distributed.errors import ConfigError, ResourceError
 from distributed.runs.directory import RunDirectory, choose_run_dir
 
 HOLD = """
@@ -42,6 +42,13 @@ def test_a_name_says_script_and_time_and_is_never_the_same():
 
     assert re.fullmatch(r"runs/train-\d{8}-\d{6}-[0-9a-f]{4}", str(first))
     assert first != second
+
+
+def test_a_line_of_the_journal_that_is_no_event_is_ignored(tmp_path):
+    run = RunDirectory(tmp_path)
+    run.events.write_text('null\n7\n["event"]\n{"time": 1.0}\n{"time": 2.0, "event": "started"}\n{"time": 3')
+    assert run.read_events() == [{"time": 2.0, "event": "started"}]
+    assert run.last_failure(0) is None
 
 
 def test_a_search_before_the_run_does_not_make_it_an_earlier_one(tmp_path):
@@ -125,7 +132,7 @@ def test_a_live_run_keeps_others_out_and_a_dead_one_does_not(tmp_path):
         assert holder.stdin is not None
         assert holder.stdout.readline() == "held\n"
         for use in (lambda run: run.check(resume=True), lambda run: run.lock()):
-            with pytest.raises(ConfigError, match=f"is in use by process {holder.pid} on "):
+            with pytest.raises(ResourceError, match=f"is in use by process {holder.pid} on "):
                 use(RunDirectory(tmp_path))
         holder.kill()
     run = RunDirectory(tmp_path)

@@ -34,7 +34,7 @@ def test_a_signed_value_comes_back_and_is_not_readable_under_another_key(
 def test_what_was_signed_in_another_attempt_is_refused(store: dist.FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same key, value and secret, put back by somebody who had read them."""
     monkeypatch.setenv("DISTRIBUTED_TOKEN", SECRET)
-    monkeypatch.setattr(secret, "_this", {})
+    monkeypatch.setattr(secret, "_bound", {})
     bind("first")
     messages(store, "part").set("a", "one")
     assert messages(store, "part").get("a") == b"one"

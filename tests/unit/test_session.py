@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from distributed.launching.request import Handover
 from distributed.launching.worker import _failed
 from distributed.state import WorkerContext
 from distributed.training.files import TrainerFiles, _Taken
+from distributed.training.setup import merge
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
 
@@ -42,7 +44,7 @@ def own_place(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(_Taken, "first", None)
     monkeypatch.setattr(_Taken, "count", 0)
-    monkeypatch.setattr(_Taken, "num_searches", 0)
+    monkeypatch.setattr(_Taken, "num_named", Counter())
     monkeypatch.setattr(sys, "argv", ["train.py"])
 
 
@@ -495,6 +497,16 @@ def test_a_run_that_a_callback_stops_is_finished_and_says_why(tmp_path, capsys):
     with pytest.raises(ConfigError, match=r"StopsInStep2.context is only available while fit"):
         _ = callback.context
     assert fitted.fit(DATA, DATA, epochs=1).steps > 2  # a further fit goes on
+
+
+def test_settings_are_merged_again_only_for_a_fit_that_is_given_some(monkeypatch):
+    merges = []
+    monkeypatch.setattr("distributed.training.setup.merge", lambda *layers: merges.append(layers) or merge(*layers))
+    fitted = trainer(None, epochs=2)
+    at_start = fitted.merged
+    assert fitted.fit(DATA).steps == 6 and len(merges) == 1 and fitted.merged == at_start
+    assert fitted.fit(DATA, epochs=1).steps == 9 and len(merges) == 2
+    assert fitted.merged.source("epochs") == "code" and at_start.config.epochs == 2
 
 
 class DiesInStep3(Callback):

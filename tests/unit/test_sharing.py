@@ -80,8 +80,8 @@ def test_a_strategy_counts_where_its_cluster_has_others_and_the_script_made_it(m
     from distributed.backends._tensorflow import start
 
     if own is not None:  # the worker joined the cluster before the script began, as under --backend tensorflow
-        monkeypatch.setattr(start._ThisProcess, "joined", start.Joined(None, None))
-        monkeypatch.setattr(start._ThisProcess, "num_strategies", own)
+        monkeypatch.setattr(start._ClusterState, "joined", start.Joined(None, None))
+        monkeypatch.setattr(start._ClusterState, "num_strategies", own)
     assert has_joined() is joined
 
 
@@ -98,7 +98,7 @@ def verdicts(tmp_path, **more):
 def end(found, statuses=(0, 0), alone=(True, True)):
     for rank, (status, is_alone) in enumerate(zip(statuses, alone, strict=True)):
         if is_alone:
-            found.add({"op": "report", "kind": "unshared", "rank": rank})
+            found.add({"op": "event", "kind": "unshared", "rank": rank})
         found.add({"op": "exit", "local_rank": rank, "status": status, "time": time.time()})
     found.judge(0)
     found.show_end(found.exit_code())
@@ -140,7 +140,7 @@ def test_nothing_is_said_of_shared_work_and_of_a_script_that_failed(tmp_path, ca
 
 def test_an_attempt_is_judged_by_its_own_workers(tmp_path, capsys):
     found = verdicts(tmp_path)
-    found.add({"op": "report", "kind": "unshared", "rank": 0})
+    found.add({"op": "event", "kind": "unshared", "rank": 0})
     found.begin({0: 0, 1: 1}, 1)
     end(found, alone=(False, True))
     assert "ran on" not in capsys.readouterr().err

@@ -14,12 +14,12 @@ import os, subprocess, sys, time
 from pathlib import Path
 from distributed.launching.subreaper import Subreaper
 
-def work(report):
+def work(on_event):
     print("noise")
     orphan = subprocess.run(
         ["sh", "-c", "setsid sleep 100 >/dev/null 2>&1 & echo $!"], stdout=subprocess.PIPE, text=True, check=True
     ).stdout.strip()
-    report({"orphan": int(orphan), "me": os.getpid()})
+    on_event({"orphan": int(orphan), "me": os.getpid()})
     if sys.argv[1] == "stays":
         time.sleep(100)
 

@@ -54,7 +54,7 @@ def logger(directory, told=None, backend=Graph, **settings):
     fit = types.SimpleNamespace(
         run=RunDirectory(directory), merged=merged(**{"tensorboard": True, **settings}), plan=ProcessPlan(1, 1, "cpu", "fake"),
         batch=BatchPlan(4, 1, 1, 4), context=CONTEXT,
-        backend=types.SimpleNamespace(observer=backend()), report=(told if told is not None else []).append,
+        backend=types.SimpleNamespace(observer=backend()), on_event=(told if told is not None else []).append,
     )  # fmt: skip
     boards.append(tensorboard.TensorBoard(fit))
     return boards[-1]
@@ -95,7 +95,8 @@ def points(directory):
 @pytest.mark.parametrize(
     ("state", "train", "val"),
     [
-        (TrainState(step=4, epoch=1), 4, 4),
+        (TrainState(step=4, epoch=1, rows=[{"epoch": 1, "step": 4}]), 4, 4),
+        (TrainState(step=4, samples_in_epoch=16, rows=[{"epoch": 1, "step": 4}]), 4, 4),  # validated in the epoch
         (TrainState(step=4, samples_in_epoch=16), 4, 0),  # saved before its validation, which comes again
         (TrainState(step=4, samples_in_epoch=16, log_sums={"loss": [1.0, 1.0]}), 2, 0),  # a log line that comes again
         (TrainState(), 0, 0),  # killed before there was a checkpoint
@@ -343,3 +344,11 @@ class TestGpus(Nvml):
 
         monkeypatch.setattr(pynvml, "nvmlInit", fail)
         assert system.Gpus(WorkerContext(0, 1, 0, 1, 0, "cuda:0")).read() == {}
+
+
+@pytest.mark.parametrize("length", [event_file._LARGE, event_file._LARGE + 1, 3 * event_file._LARGE + 255])
+def test_the_checksum_of_a_large_record_is_that_of_its_bytes(length, monkeypatch):
+    data = bytes(number * number % 251 for number in range(length))
+    found = event_file._checksum(data)
+    monkeypatch.setattr(event_file, "_LARGE", length + 1)
+    assert found == event_file._checksum(data)

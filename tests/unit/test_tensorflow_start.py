@@ -98,12 +98,12 @@ def test_a_keras_backend_that_is_not_here_is_refused_where_the_script_imports_ke
     monkeypatch.setenv("KERAS_BACKEND", chosen)
     script.write_text("import models")
     with pytest.raises(ConfigError, match=f"KERAS_BACKEND='{chosen}' {said}.* imports keras: set KERAS_BACKEND=torch"):
-        check_keras_backend(script, "torch")
+        check_keras_backend(script, REGISTRY["pytorch-ddp"].environ)
     script.write_text("import torch")
-    check_keras_backend(script, "torch")
+    check_keras_backend(script, REGISTRY["pytorch-ddp"].environ)
     script.write_text("import models")
     monkeypatch.setenv("KERAS_BACKEND", "torch")
-    check_keras_backend(script, "torch")
+    check_keras_backend(script, REGISTRY["pytorch-ddp"].environ)
 
 
 def test_a_model_or_optimizer_of_torch_is_refused_without_tensorflow():

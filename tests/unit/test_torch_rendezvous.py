@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,7 +12,9 @@ import torch.distributed as dist
 
 from distributed.backends._torch import rendezvous
 from distributed.errors import ResourceError
+from distributed.launching import nodes
 from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.nodes import Node
 
 
 def join(store, ranks, world_size, seconds=5.0):
@@ -87,3 +90,28 @@ def test_the_error_says_who_and_how_long(listed, text):
         rendezvous._missing_message(listed, 600)
         == f"{text} did not join within start_timeout=600 s: every rank must call fit()"
     )
+
+
+def test_ranks_of_other_launchers_listen_on_the_interface_that_leads_to_the_other_nodes(monkeypatch):
+    """Two ranks on each of two nodes whose own names are loopback addresses. On node 0 the name of the master is one too."""
+    addresses = ["127.0.1.1", "127.0.1.1", "10.99.0.2", "10.99.0.2"]
+    store, this, chosen = dist.HashStore(), threading.local(), {}
+
+    def choose(rank):
+        this.rank = rank
+        place = WorkerEnvironment(rank, rank % 2, 4, 2, rank // 2, "node0", 29500, 0, "openmpi")
+        rendezvous.choose_interface(store, place)
+
+    def record(found, own):
+        chosen[this.rank] = nodes.interface_environ(found, own)
+        return {}
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(rendezvous, "interface_environ", record)
+    monkeypatch.setattr(rendezvous, "this_node", lambda addr: Node("node", "127.0.1.1", addresses[this.rank]))
+    monkeypatch.setattr(nodes, "reachable_address", lambda target: {"10.99.0.2": "10.99.0.1"}[target])
+    monkeypatch.setattr(nodes, "_addresses", lambda: iter([("eth0", "10.99.0.1"), ("eth1", "10.99.0.2")]))
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(choose, range(4)))
+
+    assert [chosen[rank]["GLOO_SOCKET_IFNAME"] for rank in range(4)] == ["eth0", "eth0", "eth1", "eth1"]

@@ -35,11 +35,15 @@ class Misspelt(Callback):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"optimizer": "adam"}, "optimizer='adam' is a str: pass an object or a factory, optimizer=torch.optim.Adam"),
+        (
+            {"optimizer": 1e-3},
+            "optimizer=0.001 is a float: pass a name, an object or a factory, optimizer=torch.optim.Adam",
+        ),
+        ({"optimizer": "rmsprop"}, "optimizer='rmsprop' is not a valid choice"),
         ({"optimizer": [1, 2]}, r"optimizer=\[1, 2\] is a list"),
         (
-            {"scheduler": "cosine"},
-            "scheduler='cosine' is a str: pass an object or a factory, scheduler=lambda optimizer",
+            {"scheduler": 3},
+            "scheduler=3 is a int: pass a name, an object or a factory, scheduler=lambda optimizer",
         ),
         ({"loss_fn": "mse"}, "loss_fn='mse' is a str: pass a function"),
         ({"training_step": 3}, "training_step=3 is a int: pass a function"),

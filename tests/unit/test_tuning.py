@@ -43,11 +43,11 @@ from distributed.tuning.ray import cluster
 from distributed.tuning.ray import search as searching
 from distributed.tuning.ray import trial as running
 from distributed.tuning.ray.schedulers import make_scheduler
-from distributed.tuning.ray.trial import Order, Reports
+from distributed.tuning.ray.trial import ActorContext, TuneReporter
 from distributed.tuning.search import record_line
 from distributed.tuning.space import make_space, read_space
 from distributed.tuning.sweep import Sweep, TrialRecord, open_sweep, scores
-from distributed.tuning.table import Table
+from distributed.tuning.table import TrialTable
 from distributed.tuning.tuner import _row
 from tests.conftest import needs_backend
 
@@ -127,7 +127,10 @@ def test_a_malformed_space_is_one_line(content, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [1", "line"),
+        (
+            "a: [1",
+            "line 1 is not YAML (expected ',' or ']', but got '<stream end>'): write lines such as 'learning_rate: ",
+        ),
         ("", "is empty"),
         (None, "cannot be read"),
         ("a: [1]\nb: 2\na: [3]", "has 'a' in line 1 and again in line 3"),
@@ -673,6 +676,17 @@ def test_the_best_settings_are_as_strong_as_flags_and_the_rest_are_arguments(tmp
     sweep.run.unlock()
 
 
+def test_the_best_settings_have_the_options_of_a_group_from_each_source(tmp_path):
+    sweep = sweep_of(tmp_path / "s")
+    sweep.record_event(0, "started", config={"ddp.comm_hook": "bf16"})
+    sweep.record_event(0, "row", row={"epoch": 1, "val_loss": 0.1})
+    overrides = Overrides(file={"ddp": {"static_graph": True}}, flag={"ddp": {"bucket_cap_mb": 5}}, script="train.py")
+    overrides = read_config_file(sweep.write_best(overrides))
+    assert overrides.value("ddp") == {"static_graph": True, "bucket_cap_mb": 5, "comm_hook": "bf16"}
+    assert overrides.flag == {"ddp": {"bucket_cap_mb": 5, "comm_hook": "bf16"}}
+    sweep.run.unlock()
+
+
 def test_a_damaged_sweep_is_one_line_or_does_no_harm(tmp_path):
     sweep = sweep_of(tmp_path / "s")
     sweep.record_event(0, "started", config={"lr": 1})
@@ -738,9 +752,9 @@ def test_a_sweep_without_a_number_has_no_best(tmp_path):
 )
 def test_a_function_that_returns_no_metric_is_told_so(tmp_path, returned, said):
     plan = SearchPlan(tmp_path, FunctionJob(print, 0), make_space(SPACE), "score", "min", 1, ({"CPU": 1.0},))
-    reports = Reports(Order(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
+    reporter = TuneReporter(ActorContext(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
     with pytest.raises(ConfigError) as caught:
-        reports.finish(returned)
+        reporter.finish(returned)
     assert said in str(caught.value)
 
 
@@ -760,15 +774,15 @@ def test_one_number_is_the_metric_whoever_made_it(tmp_path):
     plan = dataclasses.replace(plan_of(tmp_path), metric="score")
     told = []
     for returned in (0.5, numpy.float32(0.5), {"score": numpy.float32(0.5), "all": Several()}):
-        reports = Reports(Order(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
-        reports._send = lambda row, end: told.append((row, end))
-        reports.finish(returned)
+        reporter = TuneReporter(ActorContext(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
+        reporter._send = lambda row, end: told.append((row, end))
+        reporter.finish(returned)
     assert told == [({"score": 0.5}, True), ({"score": 0.5}, True), ({"score": 0.5, "all": "several"}, True)]
 
 
 def test_a_function_that_exits_is_told_by_what_it_said(tmp_path, monkeypatch):
     """Not as a process that died."""
-    monkeypatch.setattr(running, "_prepare", lambda order: None)
+    monkeypatch.setattr(running, "_prepare", lambda context: None)
     monkeypatch.setattr(running, "_take_over", lambda plan, number: None)
     (tmp_path / "trials").mkdir()
 
@@ -776,13 +790,13 @@ def test_a_function_that_exits_is_told_by_what_it_said(tmp_path, monkeypatch):
         raise values["how"]
 
     plan = dataclasses.replace(plan_of(tmp_path), job=FunctionJob(leave, 0))
-    order, told = Order(plan, str(tmp_path), is_shared=False), tmp_path / "trials" / "00000.error.json"
+    context, told = ActorContext(plan, str(tmp_path), is_shared=False), tmp_path / "trials" / "00000.error.json"
     for code in (0, "no data"):
         with pytest.raises(TrainingError, match=f"SystemExit: {code}"):
-            running.run(order, {"trial": 0, "values": {"how": SystemExit(code)}})
+            running.run(context, {"trial": 0, "values": {"how": SystemExit(code)}})
         assert json.loads(told.read_text()) == {"error": f"SystemExit: {code}", "is_fatal": False}
     with pytest.raises(running.Stopped):  # by the scheduler
-        running.run(order, {"trial": 0, "values": {"how": running.Stopped(0)}})
+        running.run(context, {"trial": 0, "values": {"how": running.Stopped(0)}})
     assert not told.exists()
 
 
@@ -802,7 +816,7 @@ def test_a_handler_of_logging_writes_to_the_trial_that_runs(tmp_path):
 
 def test_nobody_else_takes_a_sweep_that_runs(tmp_path):
     sweep = sweep_of(tmp_path / "s")
-    with pytest.raises(ConfigError, match="in use by process"):
+    with pytest.raises(ResourceError, match="in use by process"):
         sweep_of(tmp_path / "s", resume=True)
     sweep.run.unlock()
     sweep_of(tmp_path / "s", resume=True).run.unlock()
@@ -835,7 +849,7 @@ def test_trials_are_shown_as_they_end_and_the_best_at_last(tmp_path, monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     sweep = sweep_of(tmp_path / "s")
-    table = Table(sweep, 3, ["3 trials"])
+    table = TrialTable(sweep, 3, ["3 trials"])
     for number, (loss, status) in enumerate(((0.5, "finished"), (0.25, "stopped"), (None, "failed"))):
         for line in (
             {"trial": number, "event": "started", "config": {"lr": 0.1 * (number + 1)}},
@@ -862,7 +876,7 @@ def test_a_narrow_terminal_shows_fewer_values_and_every_metric(tmp_path, monkeyp
     sweep = sweep_of(tmp_path / "s")
     record_line(sweep, {"trial": 0, "event": "started", "config": {f"setting_{number}": 1.5 for number in range(7)}})
     record_line(sweep, {"trial": 0, "event": "row", "row": {"val_loss": 0.12345}})
-    Table(sweep, 1, []).close(None)
+    TrialTable(sweep, 1, []).close(None)
     (head,) = [line for line in out.getvalue().splitlines() if "status" in line][-1:]
     assert "val_loss" in head and "setting_0" in head and "setting_6" not in head and "…" in head
     assert "0.1235" in out.getvalue() and "00000" in out.getvalue()
@@ -876,7 +890,7 @@ def test_a_terminal_that_has_gone_ends_no_search(tmp_path, monkeypatch):
 
     sweep = sweep_of(tmp_path / "s")
     monkeypatch.setattr(sys, "stdout", Gone())
-    table = Table(sweep, 1, ["1 trial"])
+    table = TrialTable(sweep, 1, ["1 trial"])
     table.close(None)
     sweep.run.unlock()
 
@@ -920,7 +934,7 @@ def test_a_table_is_drawn_while_trials_are_added(tmp_path, monkeypatch):
     sweep = sweep_of(tmp_path / "s")
     sweep.records[0] = Growing(0, {})
     sweep.records[0].sweep = sweep
-    table = Table(sweep, 3, [])
+    table = TrialTable(sweep, 3, [])
     table._table()
     assert len(sweep.records) > 3  # by the names, the counts and the hours
     sweep.run.unlock()

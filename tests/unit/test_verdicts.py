@@ -7,6 +7,7 @@ import json
 import signal
 import socket
 import threading
+import time
 import types
 
 import pytest
@@ -16,9 +17,10 @@ from distributed.backends._ray.rendezvous import RendezvousServer
 from distributed.launching.forkserver import ForkServer
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stopping import Signals, Stop
-from distributed.launching.verdicts import Verdicts
+from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
+from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import write_result
 
 
@@ -54,12 +56,15 @@ def test_a_stop_says_what_it_ends(run, is_starting, results, said):
     assert screen.getvalue() == said
 
 
-@pytest.mark.parametrize(("num_begun", "is_starting"), [(0, True), (1, True), (2, False), (3, True), (4, False)])
-def test_the_launcher_says_whether_workers_are_still_missing(run, num_begun, is_starting):
+@pytest.mark.parametrize(
+    ("num_begun", "num_to_begin", "is_starting"),
+    [(0, 0, True), (1, 1, True), (2, 0, False), (3, 1, True), (4, 0, False)],
+)
+def test_the_launcher_says_whether_workers_are_still_missing(run, num_begun, num_to_begin, is_starting):
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         server = ForkServer(LaunchRequest(str(run.path), nproc_per_node=2), ours, 0, Signals())
-        server._num_begun = num_begun
+        server._num_begun, server._num_to_begin = num_begun, num_to_begin
         server._take_signal(signal.SIGINT)
         assert json.loads(theirs.recv(4096))["is_starting"] is is_starting
 
@@ -84,3 +89,78 @@ def test_a_start_over_ray_that_was_stopped_shows_how_to_go_on(run):
     launch._stop.add(signal.SIGINT)
     assert launch._never_begun() == 130
     assert screen.getvalue() == "to continue it:\n  python -m distributed.cli train --resume\n"
+
+
+def regrouping(run, screen, *interrupted, processes=2, **more):
+    """Return the verdicts on an attempt, some workers of which have ended so that another number of them can start."""
+    found = verdicts(run, screen, nproc_per_node=processes, **more)
+    found.begin({rank: rank for rank in range(processes)}, 0)
+    for rank in interrupted:
+        found.add({"op": "event", "kind": "interrupted", "rank": rank, "signum": int(REGROUP_SIGNAL)})
+        found.add({"op": "exit", "local_rank": rank, "status": 1, "time": time.time()})
+    return found
+
+
+def test_a_worker_that_does_not_end_for_a_regroup_is_given_up_after_timeout_s(run, capsys):
+    found = regrouping(run, io.StringIO(), 0, timeout_s=0.3, monitor_interval=0.05)
+    assert found.judge(1) is Verdict.AT_WORK
+    time.sleep(0.4)
+    assert found.judge(1) is Verdict.REGROUP
+    assert (
+        capsys.readouterr().err
+        == "warning: killing rank 1, which did not end within 0.3 s (timeout_s) after the others\n"
+    )
+
+
+def events_of(run):
+    return [event["event"] for event in run.read_events()]
+
+
+def test_only_a_restart_after_a_failure_is_one_in_the_journal(run):
+    found = regrouping(run, io.StringIO(), 1, 0)
+    assert found.judge(1) is Verdict.REGROUP
+    found.begin({0: 0, 1: 1}, 1)
+    assert events_of(run) == []  # the main process has written it
+    found.begin({0: 0}, 2)  # a worker was killed
+    found.begin({0: 0}, 3, is_regroup=True)  # a node was lost
+    assert events_of(run) == ["regrouped", "regrouped"]
+    found.begin({0: 0}, 4)
+    assert events_of(run) == ["regrouped", "regrouped", "restarted"]
+    verdicts(run, io.StringIO()).begin({0: 0}, 1)  # the first attempt was lost before it began
+    assert events_of(run)[3:] == ["restarted"]
+
+
+@pytest.mark.parametrize("fewest", [1, None])
+def test_a_lost_connection_is_shown_without_a_count_because_a_lost_node_is_no_restart(run, capsys, fewest):
+    found = verdicts(run, io.StringIO(), num_nodes=2, min_nodes=fewest, max_restarts=1)
+    found.begin({0: 0}, 0)
+    found.add({
+        "op": "event", "kind": "error", "rank": 0, "type": "ConnectionResetError", "message": "", "traceback": "", "time": time.time(),
+        "exit_code": 1, "is_message_enough": False,
+    })  # fmt: skip
+    found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
+    assert found.judge(1) is Verdict.RESTART
+    assert capsys.readouterr().err == "warning: rank 0 lost the connection to another rank: restarting\n"
+
+
+@pytest.mark.parametrize(
+    ("stop", "interrupted", "node_rank", "leaves"),
+    [
+        (signal.SIGTERM, REGROUP_SIGNAL, 1, True),
+        (signal.SIGTERM, None, 1, True),  # its workers were killed
+        (signal.SIGTERM, signal.SIGTERM, 1, False),  # the workers of all nodes agreed on the end
+        (None, signal.SIGTERM, 1, False),
+        (signal.SIGINT, REGROUP_SIGNAL, 1, False),
+        (signal.SIGTERM, REGROUP_SIGNAL, 0, False),
+    ],
+)
+def test_a_node_leaves_only_if_the_others_go_on(run, stop, interrupted, node_rank, leaves):
+    found = verdicts(run, io.StringIO(), num_nodes=2, min_nodes=1, node_rank=node_rank)
+    found.begin({0: 1}, 0)
+    if stop:
+        found.add({"op": "stop", "signum": stop, "is_first": False, "interrupts": 1, "is_starting": False})
+    if interrupted:
+        found.add({"op": "event", "kind": "interrupted", "rank": 1, "signum": int(interrupted)})
+    found.add({"op": "exit", "local_rank": 0, "status": 1 if interrupted else -9, "time": time.time() - 60})
+    assert found.judge(0) is Verdict.OVER
+    assert found.leaves is leaves

@@ -12,7 +12,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from distributed.launching import exposure, worker_store
+from distributed.backends._torch import worker_store
+from distributed.launching import exposure
 from distributed.launching.request import LaunchRequest
 from tests.unit.test_listening import OWN_ADDRESS, needs_own_address
 
@@ -64,7 +65,7 @@ def test_torchs_store_listens_at_the_address_that_it_is_given_alone(method: str,
 def test_a_store_that_other_machines_reach_is_a_warning_in_workers_of_another_launcher(
     is_ours: bool, port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exposure, "_this", exposure._ThisProcess())
+    monkeypatch.setattr(exposure, "_shown", set())
     monkeypatch.setattr(exposure, "launched_by", lambda: LaunchRequest("run") if is_ours else None)
     for address in ("127.0.0.1", OWN_ADDRESS, OWN_ADDRESS):
         monkeypatch.setenv("MASTER_ADDR", address)

@@ -6,7 +6,7 @@ toy_command.py MODULE ARGUMENTS
 import runpy
 import sys
 
-import toy_row  # noqa: F401 - before the settings are read
+import toy_entry  # noqa: F401 - before the settings are read
 
 del sys.argv[0]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

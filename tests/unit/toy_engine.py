@@ -1,4 +1,4 @@
-"""An engine of one file: least squares with numpy, in one process. Its registry row is in `toy_row`."""
+"""An engine of one file: least squares with numpy, in one process. Its registry entry is in `toy_entry`."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ class ToyBackend(Backend[ToyOptions]):
             ("gradient_clipping", "compile", "activation_checkpointing"), "least squares has no use for it: drop it"
         ),
         "nan_policy": "this engine stops: drop it",
+        "init_from": "this engine begins at zero: drop it",
         "data.presharded": "there is one process: drop it",
     }
     _step = 0  # updates that were made
@@ -119,7 +120,7 @@ class ToyBackend(Backend[ToyOptions]):
     def eval_step(self, micro: MicroBatch) -> StepResult:
         return self._result([micro])
 
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
+    def step_schedule(self, metrics: Mapping[str, float] | None, *, is_epoch_end: bool) -> None:
         """No schedule."""
 
     def save(self, directory: Path) -> dict[str, Any]:

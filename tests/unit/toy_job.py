@@ -4,7 +4,7 @@ import json
 import sys
 
 import numpy
-import toy_row  # noqa: F401 - before the settings are read
+import toy_entry  # noqa: F401 - before the settings are read
 from safetensors.numpy import load_file
 from toy_engine import Line
 

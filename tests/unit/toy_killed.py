@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import numpy
-import toy_row  # noqa: F401 - before the settings are read
+import toy_entry  # noqa: F401 - before the settings are read
 from toy_engine import Line
 
 from distributed import Callback, Trainer

@@ -20,7 +20,7 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-# Maps DeepSpeed's entries to our settings. A converter returns None if the value implies no setting.
+# DeepSpeed's entry -> (our setting, converter). A converter returns None if the value implies no setting.
 _OURS: Mapping[Path_, tuple[str, Callable[[Any], Any]]] = {
     ("train_micro_batch_size_per_gpu",): ("batch_size", _whole),
     ("train_batch_size",): ("global_batch_size", _whole),
@@ -158,8 +158,8 @@ def implied(config: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
 
 
 def merged(own: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `own` completed by `ours` where it is "auto" or missing. `ours` wins elsewhere, which is safe because
-    both agree. Sections are merged recursively."""
+    """Return both configs merged, section by section. Entries of `own` that are "auto" are dropped. `ours` wins where
+    both have an entry."""
     out = {name: value for name, value in own.items() if value != AUTO}
     for name, value in ours.items():
         before = out.get(name)

@@ -1,5 +1,5 @@
-"""torch's Adam and AdamW with DeepSpeed's C++ update, for parameters in host memory. The state is the same; rounding
-differs."""
+"""torch's Adam and AdamW with DeepSpeed's C++ update, for parameters in host memory. The optimizer's
+state has torch's form; the updates differ from torch's by rounding only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from distributed.backends._deepspeed import operators
 from distributed.errors import ConfigError
 
-_numbers = itertools.count(1 << 20)  # numbers of our optimizers; DeepSpeed counts its own from 0
+_numbers = itertools.count(1 << 20)  # ids in the C++ operator; DeepSpeed numbers its own optimizers from 0
 
 
 def load(limit_s: float, notice: Callable[[str], None]) -> Any:
@@ -20,7 +20,7 @@ def load(limit_s: float, notice: Callable[[str], None]) -> Any:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     builder = CPUAdamBuilder()
-    flags = [*builder.cxx_args(), "-g0"]  # debug information is a third of the compiler's work
+    flags = [*builder.cxx_args(), "-g0"]  # without debug information, which takes a third of the compiler's time
     builder.cxx_args = lambda: flags
     return operators.load("cpu_adam", lambda: builder.load(verbose=False), limit_s, notice)
 
@@ -36,7 +36,7 @@ class HostAdam:
         operator.create_adam(
             self._number, float(group["lr"]), *group["betas"], group["eps"], group["weight_decay"], is_decoupled, False
         )
-        self._before = vars(optimizer).get("step")  # set by a learning rate schedule
+        self._before = vars(optimizer).get("step")  # the method that a schedule has patched, or None
         vars(optimizer)["step"] = self._step
 
     @torch.no_grad()

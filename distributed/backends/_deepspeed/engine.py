@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a plain model and optimizer, and the way back to the plain ones."""
+"""DeepSpeed's engine around a plain model and optimizer, and how both become plain again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distributed.backends._torch.tensors import named_parameters
 from distributed.backends._torch.world import TorchWorld
 from distributed.errors import ConfigError
 
-# These optimizers update each number from that number and its own state alone, so parameters may be cut anywhere.
+# These optimizers update each element of a parameter independently, so a parameter may be cut at any element.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD")
 
 
@@ -43,8 +43,11 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_an
 
 @contextlib.contextmanager
 def _local_rank_set(local_rank: int) -> Iterator[None]:
-    """Set LOCAL_RANK inside the block, which DeepSpeed 0.19 requires. In a process that no launcher started it stays
-    unset outside, because it says that the process is a worker."""
+    """Set LOCAL_RANK inside the block. In a process that no launcher started it stays unset outside, because it says
+    that the process is a worker.
+
+    Workaround (DeepSpeed 0.19.8, deepspeedai/DeepSpeed#1682; may go when `initialize` works without the variable).
+    """
     if is_unset := "LOCAL_RANK" not in os.environ:
         os.environ["LOCAL_RANK"] = str(local_rank)
     try:
@@ -57,9 +60,9 @@ def _local_rank_set(local_rank: int) -> Iterator[None]:
 class Engine:
     """`model` and `optimizer` wrapped by DeepSpeed, from the first update of a fit to its end.
 
-    Stages 1 to 3 change both in place: the optimizer updates flat fp32 partitions, and in stage 3 the model's
-    parameters are empty except while they are used. All ranks must call every method; only `abandon` does not
-    communicate.
+    Stages 1 to 3 change both in place: the optimizer updates flat fp32 partitions, and at stage 3 the model's
+    parameters are empty except while they are used. All ranks must call every method. `abandon` is
+    the only one that does not communicate.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Engine:
             previous: the released engine of an earlier fit, which has the optimizer's state.
         """
         import deepspeed
-        import pydantic  # a dependency of deepspeed
+        import pydantic  # installed with deepspeed, which requires it
 
         self.model, self.optimizer, self._world = model, optimizer, world
         self.stage = int(config["zero_optimization"]["stage"])
@@ -104,7 +107,7 @@ class Engine:
         self._own.record()
         self.wrapper.set_gradient_accumulation_boundary(True)
         if not self.stage:
-            # the next step zeroes the gradients; until then the log may need their norm
+            # keep the gradients after an update, because the log may need their norm; the next step zeroes them
             self.wrapper.zero_grad = lambda: None
             return
         self._own_scaler = self.zero.loss_scaler
@@ -120,7 +123,7 @@ class Engine:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Run backward passes that are not the last of their update."""
+        """Accumulate the gradients of the backward passes within the block. The last pass of an update runs outside."""
         self.wrapper.set_gradient_accumulation_boundary(False)
         try:
             yield
@@ -130,7 +133,7 @@ class Engine:
     def step(self, divide_by: float) -> bool:
         """Make one update at stages 1 to 3: divide the gradients by `divide_by`, clip them and apply them.
 
-        Return False if a gradient is not finite, or if `divide_by` is zero. Then no rank has made an update.
+        Return False if a gradient is not finite or `divide_by` is zero. In that case no rank makes an update.
         """
         if divide_by == 0.0:  # no sample counted in this update
             return self._leave_out()
@@ -141,8 +144,11 @@ class Engine:
         return bool(self.wrapper.was_step_applied())
 
     def _leave_out(self) -> bool:
-        """Make DeepSpeed drop the gradients, by reporting the norm that DeepSpeed 0.19 uses for gradients that are
-        not finite."""
+        """Make DeepSpeed drop the gradients.
+
+        Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when an engine can leave an update out): report
+        the norm that DeepSpeed uses for gradients that are not finite.
+        """
         bad = torch.tensor(-1.0)
         name, value = ("_get_norm_groups", [bad]) if self.stage == 3 else ("scaled_global_norm", bad)
         setattr(self.zero, name, lambda: value)
@@ -195,12 +201,13 @@ class Engine:
         return stand_in(self.optimizer, self.groups, state)
 
     def save_own_files(self, directory: Path, step: int) -> None:
-        """Write DeepSpeed's own checkpoint at stages 1 to 3. Each rank writes its part; a rank that cannot raises
+        """Write DeepSpeed's own checkpoint at stages 1 to 3. Each rank writes its part. A rank whose disk fails raises
         OSError."""
         from distributed.backends._deepspeed import own_files
 
         self._own_scaler.cur_scale = self._scale.scale
-        self.zero.loss_scaler = self._own_scaler  # it is pickled, and DeepSpeed's tools could not import our class
+        # DeepSpeed pickles the loss scaler, and its tools could not import our class.
+        self.zero.loss_scaler = self._own_scaler
         try:
             own_files.save(self.wrapper, directory, step, is_main=self._world.context.is_main_process)
         finally:
@@ -217,7 +224,7 @@ class Engine:
             parameter.data = full
 
     def abandon(self) -> None:
-        """Remove DeepSpeed's hooks without communication. In stage 3 the model's parameters stay empty."""
+        """Remove DeepSpeed's hooks without communication. At stage 3 the model's parameters stay empty."""
         if self.is_released:
             return
         self.is_released = True
@@ -238,8 +245,10 @@ def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 class _Attributes:
-    """Attributes of a model's modules and parameters, to remove the ones that DeepSpeed adds. DeepSpeed 0.19 leaves
-    some of them behind."""
+    """Attributes of a model's modules and parameters, to remove the ones that DeepSpeed adds.
+
+    Workaround (DeepSpeed 0.19.8, deepspeedai/DeepSpeed#7204; may go when `destroy` leaves none of them behind).
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._each = [*model.modules(), *model.parameters()]
@@ -252,7 +261,7 @@ class _Attributes:
         self._foreign = [set(vars(each)) - before for each, before in zip(self._each, self._before, strict=True)]
 
     def restore(self) -> None:
-        """Remove these attributes, and those with such names that were added during training."""
+        """Remove the recorded attributes, and those with DeepSpeed's prefixes that were added during training."""
         for each, before, foreign in zip(self._each, self._before, self._foreign, strict=True):
             for name in vars(each).keys() - before:
                 if name in foreign or name.startswith(("ds_", "_ds_")):

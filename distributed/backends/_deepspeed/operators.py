@@ -18,7 +18,7 @@ from distributed.errors import ResourceError
 from distributed.runs.private import cache_home, own_directory, stranger
 
 _POLL_S = 0.1
-_FOREIGN_LOCK_S = 600.0  # in a directory of the user's own, a younger lock may belong to another program
+_FOREIGN_LOCK_S = 600.0  # in a directory that the user chose, a younger lock may belong to a build of another program
 
 
 def directory() -> tuple[Path, bool]:
@@ -39,11 +39,11 @@ def _own_name() -> str:
 def load(name: str, make: Callable[[], Any], limit_s: float, notice: Callable[[str], None]) -> Any:
     """Return the operator that `make` compiles, or loads if it was compiled before.
 
-    Every rank calls it; it is no collective. One rank compiles, and the others of its machine wait.
+    Every rank calls it, but it is not a collective. One rank compiles, and the others on its machine wait.
 
-    torch guards a build with a file that outlives a killed build, and every later process waits for it for ever (torch
-    2.13, `FileBaton`). Our lock ends with its process, so its holder may remove such files. This can go when torch's
-    lock does the same.
+    Workaround (torch 2.13, pytorch/pytorch#189245; may go when the oldest supported torch has pytorch/pytorch#190543):
+    torch guards a build with a file that outlives a killed build, and every later process waits for it for ever
+    (`FileBaton`). Our lock ends with its process, so its holder may remove such files.
     """
     where, is_ours = directory()
     _keep_private(where, is_ours, notice)
@@ -61,8 +61,8 @@ def load(name: str, make: Callable[[], Any], limit_s: float, notice: Callable[[s
 
 
 def _keep_private(where: Path, is_ours: bool, notice: Callable[[str], None]) -> None:
-    """Create the directory for this user alone. Others could put code there that runs in this process, so a shared
-    directory of ours is an error."""
+    """Create the directory for this user alone, because other users could put code there that this process loads. If
+    others can write to it, raise ResourceError for our own directory, and show a notice for one that the user chose."""
     reason = own_directory(where) if is_ours or not where.exists() else stranger(where)
     if reason is None:
         return
@@ -85,6 +85,7 @@ def remove_stale_locks(where: Path, is_ours: bool) -> list[Path]:
 
 @contextlib.contextmanager
 def _held(path: Path, limit_s: float, name: str) -> Iterator[None]:
+    """Hold the lock `path` within the block. Raises ResourceError if another process holds it for `limit_s` seconds."""
     deadline = time.monotonic() + limit_s
     with path.open("a") as file:
         while True:
@@ -104,7 +105,7 @@ def _held(path: Path, limit_s: float, name: str) -> Iterator[None]:
 def _made(name: str, make: Callable[[], Any]) -> Any:
     try:
         return make()
-    except RuntimeError as error:  # torch and DeepSpeed raise it if ninja or a compiler is missing or fails
+    except RuntimeError as error:  # raised by torch and DeepSpeed if ninja or a compiler is missing or fails
         lines = [line for line in str(error).splitlines() if "error:" in line] or str(error).splitlines()[:1]
         raise ResourceError(
             f"{name} cannot be compiled ({lines[0].strip()[:200]}): install g++ and ninja, or drop deepspeed.cpu_adam"

@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint files, which only its tools read. They are pickles; nothing of ours reads them."""
+"""DeepSpeed's own checkpoint files, which only its tools read. They are pickles; this package never reads them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from distributed.checkpoints.durable import sync
 
 
 class _Collector(CheckpointEngine):  # type: ignore[misc]
-    """Collect what a rank would write, and write it when ranks no longer wait for each other. A disk may be slow or
-    fail on one rank only."""
+    """Collect what DeepSpeed saves on this rank, and write it after the last communication between ranks. A disk that
+    is slow or fails on one rank then blocks no other rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Collector(CheckpointEngine):  # type: ignore[misc]
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 torch.save(content, path)
-            except RuntimeError as error:  # torch raises it if the disk fails
+            except RuntimeError as error:  # raised by torch if the disk fails
                 raise OSError(f"{path.name}: {str(error).splitlines()[0]}") from None
             sync(path)
 
@@ -53,7 +53,7 @@ def save(wrapper: Any, directory: Path, step: int, *, is_main: bool) -> None:
     """
     collector, before, tag = _Collector(), wrapper.checkpoint_engine, f"global_step{step}"
     wrapper.checkpoint_engine = collector
-    wrapper._copy_recovery_script = lambda path: None  # called after the files were written
+    wrapper._copy_recovery_script = lambda path: None  # call it only after the files were written
     try:
         wrapper.save_checkpoint(str(directory), tag=tag, save_latest=False)
     finally:
@@ -68,8 +68,11 @@ def save(wrapper: Any, directory: Path, step: int, *, is_main: bool) -> None:
 
 
 def _add_frozen(wrapper: Any, content: dict[str, Any]) -> None:
-    """Add the frozen parameters at stage 1. DeepSpeed 0.19 leaves them out, and its tools then return a model
-    without them."""
+    """Add the frozen parameters at stage 1.
+
+    Workaround (DeepSpeed 0.19.8, deepspeedai/DeepSpeed#5439; may go when DeepSpeed saves them at stage 1 too):
+    DeepSpeed leaves them out, and its tools then return a model without them.
+    """
     if "frozen_param_shapes" in content and content["frozen_param_shapes"] is None:
         for name, of in (("shapes", wrapper._get_param_shape_func), ("fragments", wrapper._get_param_fragment_func)):
             content[f"frozen_param_{name}"] = wrapper._get_zero_frozen_param_attributes(of)

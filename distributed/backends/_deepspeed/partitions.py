@@ -1,5 +1,5 @@
-"""Location of each parameter in ZeRO's partitions, which are flat fp32 tensors that the optimizer updates, and the
-way back to whole tensors."""
+"""Locate each parameter in ZeRO's partitions, the flat fp32 tensors that the optimizer updates, and convert between
+partitions and whole tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ State = dict[torch.Tensor, dict[str, Any]]  # like Optimizer.state: the slots of
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Part of one parameter on this rank: `length` elements of it from `start` on, at `offset` of `flat`."""
+    """Part of one parameter on this rank: its elements from `start` to `start + length`, which begin at `offset` in
+    `flat`."""
 
     flat: torch.Tensor
     offset: int
@@ -32,8 +33,8 @@ class Piece:
 
 
 class Partitions:
-    """The trainable parameters in pieces. All ranks create it after the same `deepspeed.initialize`, and all ranks
-    call each method."""
+    """The pieces of the trainable parameters on this rank. All ranks create it after the same `deepspeed.initialize`,
+    and all ranks call each method."""
 
     def __init__(self, zero: Any, parameters: Iterable[torch.nn.Parameter], stage: int, world: TorchWorld) -> None:
         """Find the pieces. `zero` is DeepSpeed's optimizer of stage 1, 2 or 3."""
@@ -58,8 +59,8 @@ class Partitions:
                 _copy(piece.of(piece.flat), value, piece)
 
     def state(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> State:
-        """Return the optimizer's state of whole parameters, on the CPU. A collective. With `keep` False this rank
-        only contributes its pieces."""
+        """Return the optimizer's state of whole parameters, on the CPU. A collective. With `keep=False` this rank only
+        contributes its pieces and returns an empty state."""
         found: State = {}
         for parameter, shape in self._shapes.items():
             flat = self.flats[self._flat_of[parameter]]
@@ -90,6 +91,7 @@ class Partitions:
                 optimizer.state[flat] = state[before]
 
     def _cut(self, flat: torch.Tensor, members: list[Any], state: State, names: Mapping[Any, str]) -> dict[str, Any]:
+        """Return the slots for the partition `flat`, cut from the slots of the whole parameters `members`."""
         slots: dict[str, Any] = {}
         first = next(p for p in members if state.get(p))
         for name, value in state[first].items():
@@ -113,8 +115,8 @@ class Partitions:
                 _copy(piece.of(target), slots[name], piece)
 
     def _assemble(self, parameter: torch.nn.Parameter, mine: torch.Tensor | None) -> torch.Tensor:
-        """Return all ranks' pieces as one tensor. They are summed as integers: the zeros of other ranks change no
-        bit."""
+        """Return all ranks' pieces as one tensor. The pieces are summed as integers, so that adding the zeros of other
+        ranks changes no bit."""
         shape, piece = self._shapes[parameter], self._pieces[parameter]
         bits = torch.zeros(shape.numel(), dtype=torch.int32, device=self._device)
         if mine is not None and piece is not None:
@@ -124,7 +126,8 @@ class Partitions:
 
 
 def _find_flattened(zero: Any, parameter: Any) -> Piece | None:
-    """Return the piece at stages 1 and 2, which concatenate the parameters of a group and cut the result by rank."""
+    """Return this rank's piece at stages 1 and 2. DeepSpeed concatenates the parameters of a group and splits the
+    result."""
     found = parameter._hp_mapping
     if found is None:
         return None
@@ -134,7 +137,8 @@ def _find_flattened(zero: Any, parameter: Any) -> Piece | None:
 
 
 def _find_sharded(zero: Any, parameter: Any) -> Piece | None:
-    """Return the piece at stage 3, which cuts each parameter by rank. The last pieces end in padding."""
+    """Return this rank's piece at stage 3. DeepSpeed splits each parameter, and pads the last pieces to equal
+    length."""
     index, offset, length = zero.grad_position[zero.get_param_id(parameter)]
     start = zero._get_param_partition_rank(parameter) * parameter.partition_numel()
     length = min(length, parameter.ds_numel - start)
@@ -162,7 +166,7 @@ def _copy(target: torch.Tensor, whole: torch.Tensor, piece: Piece) -> None:
 
 
 def with_whole(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the optimizer's present groups with the parameters of `groups` in place of DeepSpeed's pieces."""
+    """Return the optimizer's current groups with the parameters of `groups` in place of DeepSpeed's partitions."""
     return [{**now, "params": list(of["params"])} for now, of in zip(optimizer.param_groups, groups, strict=True)]
 
 

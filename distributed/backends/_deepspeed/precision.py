@@ -1,5 +1,5 @@
-"""Mixed precision with DeepSpeed: the parameters themselves have 16 bits, and its optimizer asks our object for the
-loss scale."""
+"""Mixed precision with DeepSpeed: the parameters themselves have 16 bits, and DeepSpeed's optimizer reads the loss
+scale from our `LossScale`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclasses.dataclass
 class LossScale:
-    """Loss scale that DeepSpeed's optimizers use. It changes after the update, as torch's GradScaler does."""
+    """Loss scale that DeepSpeed's optimizers use. It changes after an update, as in torch's GradScaler."""
 
     scale: float = 1.0
     growth_interval: int = 0  # 0 means a constant scale
@@ -64,13 +64,13 @@ class EnginePrecision(Precision):
         self.loss_scale = LossScale()
         if self.scaler is not None:
             self.loss_scale = LossScale(config.scaler_init_scale, config.scaler_growth_interval)
-        self.scaler = None  # DeepSpeed scales the loss
+        self.scaler = None  # unused, because DeepSpeed scales the loss
         self._hooks: list[Any] = []
         self._buffers: _Buffers | None = None
 
     def engage(self, model: torch.nn.Module) -> None:
-        """Adapt to `model`, which now has 16-bit parameters. Its buffers get 16 bits too; its inputs and outputs are
-        fp32."""
+        """Adapt to `model`, whose parameters now have 16 bits: convert its buffers and inputs to 16 bits, and its
+        outputs to fp32."""
         if self._kind == "no":
             return
         self.autocast = contextlib.nullcontext
@@ -84,7 +84,7 @@ class EnginePrecision(Precision):
         ]
 
     def release(self) -> None:
-        """Return to autocast. The model is plain again."""
+        """Use autocast again, because the model is plain again."""
         self.autocast = self._plain_autocast
         for hook in self._hooks:
             hook.remove()
@@ -95,8 +95,8 @@ class EnginePrecision(Precision):
 
     @contextlib.contextmanager
     def whole_buffers(self) -> Iterator[None]:
-        """Make the model's buffers fp32 within the block and keep changes to them. All ranks call it, because
-        buffers may be communicated."""
+        """Make the model's buffers fp32 within the block, and keep the changes that the block makes to them. All ranks
+        call it, because the block may communicate buffers."""
         if self._buffers is None:
             yield
             return
@@ -127,8 +127,9 @@ class EnginePrecision(Precision):
 class _Buffers:
     """The fp32 buffers of a model whose parameters have 16 bits.
 
-    DeepSpeed 0.19 leaves buffers in fp32. A product with one is then fp32 although the next layer takes 16 bits, and
-    buffers of BatchNorm differ in type from its weight.
+    Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when DeepSpeed converts buffers too): DeepSpeed leaves
+    buffers in fp32. A product with one is then fp32 although the next layer takes 16 bits, and buffers of BatchNorm
+    differ in type from its weight.
     """
 
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
@@ -150,7 +151,7 @@ class _Buffers:
 
     @torch.no_grad()
     def widen(self) -> None:
-        """Restore the fp32 tensors. Numbers that did not change regain all their bits."""
+        """Restore the fp32 tensors. Values that did not change in 16 bits get all their bits back."""
         for (module, name), whole in self._whole.items():
             short = module._buffers[name]
             assert short is not None
@@ -158,7 +159,7 @@ class _Buffers:
             module._buffers[name] = whole
 
     def _rounded(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in 16 bits. Finite numbers, such as the lowest one in a mask, stay finite."""
+        """Return the tensor in 16 bits. Finite numbers stay finite, for example the lowest fp32 number in a mask."""
         limits = torch.finfo(self._dtype)
         return torch.where(whole.isfinite(), whole.clamp(limits.min, limits.max), whole).to(self._dtype)
 

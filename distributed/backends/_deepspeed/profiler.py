@@ -18,8 +18,8 @@ _FILE = "flops.txt"
 
 
 class DeepSpeedProfiler(TorchProfiler):
-    """Profiler that also counts floating-point operations on the main process. It counts in the first warm-up
-    update, because the counter's hooks would appear in the trace."""
+    """Profiler that also counts floating-point operations on the main process. The count is made in the first warm-up
+    update, which is not traced, because the counter's hooks would appear in the trace."""
 
     def __init__(
         self, directory: Path, rank: int, device: torch.device, warmup: int, active: int, model: torch.nn.Module
@@ -67,8 +67,11 @@ class DeepSpeedProfiler(TorchProfiler):
 
 @contextlib.contextmanager
 def _same_stdout() -> Iterator[None]:
-    """Restore sys.stdout afterwards. The counter of DeepSpeed 0.19 replaces it by a file, and does not restore it if
-    the disk fails."""
+    """Restore sys.stdout afterwards.
+
+    Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when the counter restores it after an error):
+    DeepSpeed's counter replaces it by a file, and does not restore it if the disk fails.
+    """
     before = sys.stdout
     try:
         yield

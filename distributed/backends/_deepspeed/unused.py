@@ -1,4 +1,4 @@
-"""Parameters on which no rank's loss depends. DeepSpeed gives them a gradient of zero; torch gives them none."""
+"""Detect parameters on which no rank's loss depends. DeepSpeed gives them a gradient of zero; torch gives them none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 
 from distributed.errors import ConfigError
 
-_DECAYS = ("weight_decay", "lambd")  # options of a group that change a parameter with gradient zero
+# Options of a parameter group with which an update changes a parameter although its gradient is zero.
+_DECAYS = ("weight_decay", "lambd")
 
 
 class FirstGradients:
-    """Record which parameters get a gradient, from its construction until `check`."""
+    """Record which parameters get a gradient between the construction of this object and `check`."""
 
     def __init__(self, names: Mapping[torch.nn.Parameter, str], groups: list[dict[str, Any]]) -> None:
         """Watch the parameters in `groups` that an update changes even if their gradient is zero."""

@@ -1,5 +1,5 @@
-"""One update by DeepSpeed's engine. Clipping, the check for NaN and the loss scale are its own, in one pass over its
-partitions."""
+"""One update by DeepSpeed's engine. The engine clips, checks for NaN and divides by the loss scale itself, in one
+pass over its partitions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class EngineUpdate(Update):
-    """Make the updates of a fit with DeepSpeed. At stage 0 the engine only steps; the rest is torch's."""
+    """Make the updates of a fit with DeepSpeed. At stage 0 the engine only steps the optimizer; the torch step does the
+    rest."""
 
     _backend: DeepSpeedBackend
 

@@ -33,14 +33,14 @@ class DeepSpeedWrapper(Wrapper):
     def __init__(self, backend: DeepSpeedBackend) -> None:
         super().__init__(backend)
         self._options = backend.options
-        self.engine: Engine | None = None  # from the first update on, also after a fit
+        self.engine: Engine | None = None  # set at the first update, and kept after a fit
         self._precision: EnginePrecision | None = None
         self._host_adam: HostAdam | None = None
-        self._first_gradients: FirstGradients | None = None  # until the first update of a fit is made
+        self._first_gradients: FirstGradients | None = None  # set until the first update of a fit is made
         self._batch: BatchPlan | None = None
 
     def begin(self, batch: BatchPlan) -> None:
-        """Prepare a model with batches of this size."""
+        """Store the batch plan of a new model, and forget the engine of an earlier one."""
         self._batch, self.engine = batch, None
 
     def make_precision(self) -> EnginePrecision:
@@ -100,7 +100,7 @@ class DeepSpeedWrapper(Wrapper):
             ours[own.mixed_precision] = {"enabled": True}
         kept = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
         config = config_file.merged(kept, ours)
-        # A bucket is no larger than the model: DeepSpeed's default of two gigabytes is allocated at once.
+        # Make a bucket no larger than the model. DeepSpeed 0.19 allocates buckets at the start, by default of two GB.
         size = min(5 * 10**8, sum(p.numel() for p in own.plain.parameters()))
         zero = config["zero_optimization"]
         zero.setdefault("reduce_bucket_size", size)
@@ -124,13 +124,14 @@ class DeepSpeedWrapper(Wrapper):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a block in which every rank has whole weights and buffers. A collective: all ranks must call it."""
+        """Return a block in which the main process has whole fp32 weights and all ranks have fp32 buffers. A
+        collective: all ranks must call it."""
         weights = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
         with weights, self.whole_buffers():
             yield
 
     def whole_buffers(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which buffers have the element type of the run."""
+        """Return a block in which the model's buffers are fp32."""
         assert self._precision is not None
         return self._precision.whole_buffers()
 

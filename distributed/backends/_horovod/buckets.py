@@ -1,7 +1,8 @@
 """Gradient exchange during the backward pass: each bucket is all-reduced once its last gradient is computed.
 
-`hvd.DistributedOptimizer` is not used: it sends each parameter by itself, and timing decides which of them Horovod
-fuses. With three processes the order of summation then differs between runs. These buckets are the same in every run.
+`hvd.DistributedOptimizer` is not used: it sends each parameter by itself, and Horovod fuses the parameters that
+happen to be ready together. With three or more processes the order of summation then differs between runs. The buckets
+of this module are the same in every run.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import torch
 from distributed.backends._horovod.exchange import Reduction, finished
 from distributed.errors import ConfigError
 
-CAPACITY_MB = 25.0  # size of a bucket, the default of torch's DDP
+CAPACITY_MB = 25.0  # size of a bucket; the same as the default of torch's DDP
 _ON_WIRE = (torch.float32, torch.float64, torch.float16)
 
 
 class Buckets:
-    """The gradients of `parameters`, averaged over all ranks in place by `finish`.
+    """Average the gradients of `parameters` over all ranks, in place. `finish` completes the average.
 
     A gradient that is missing on a rank counts as zero; one that is missing on all ranks stays missing. Gradients of
     embeddings with `sparse=True` stay sparse.
@@ -47,7 +48,7 @@ class Buckets:
         self._hvd, self._is_compressed = hvd, is_compressed
         self._operation = hvd.Adasum if is_adasum else hvd.Average
         self._on_first = on_first
-        self.is_local = False  # while True, gradients are not exchanged
+        self.is_local = False  # if True, gradients are not exchanged
         self._sparse = {name: p for name, p in parameters.items() if name in sparse}
         dense = [p for name, p in parameters.items() if name not in sparse]
         capacity = 0.0 if is_adasum else (capacity_mb or CAPACITY_MB) * 2**20
@@ -61,7 +62,8 @@ class Buckets:
         ]
 
     def finish(self) -> None:
-        """Send the remaining buckets and wait for all. A collective: all ranks call it after the backward pass."""
+        """Send the remaining buckets and wait for all buckets. A collective: all ranks call it after the backward
+        pass."""
         self._is_begun = False
         for number, bucket in enumerate(self._buckets):
             if bucket.pending is None:
@@ -78,10 +80,12 @@ class Buckets:
             hook.remove()
 
     def _make_hook(self, number: int, bucket: _Bucket, name: str) -> Callable[[torch.Tensor], None]:
+        """Return the hook that marks a gradient as ready and sends the bucket when all its gradients are."""
+
         def hook(parameter: torch.Tensor) -> None:
             if self.is_local:
                 return
-            if bucket.pending is not None:  # a gradient after sending would be lost
+            if bucket.pending is not None:  # the bucket has been sent already, so this gradient would be lost
                 raise ConfigError(
                     f"{name} got a second gradient in one backward pass, as happens if parts that share it are recomputed with"
                     " use_reentrant=True: call torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
@@ -109,6 +113,7 @@ class Buckets:
         bucket.pending = Reduction(self._hvd, handle, unpack)
 
     def _send_sparse(self, name: str, parameter: torch.nn.Parameter) -> Callable[[], torch.Tensor]:
+        """Start to gather the rows of a sparse gradient. Return a function that waits and returns the average."""
         grad = parameter.grad
         if grad is None:
             empty = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
@@ -125,7 +130,7 @@ class Buckets:
 
 
 class _Bucket:
-    """Several gradients as one tensor: all gradients one after the other, then a 1 for each one that exists."""
+    """Several gradients as one tensor: all gradients one after the other, then for each a 1 if it exists, else a 0."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_flags: bool) -> None:
         self.parameters, self._has_flags = parameters, has_flags
@@ -139,7 +144,7 @@ class _Bucket:
         self.pending: Reduction | None = None
 
     def fill(self) -> None:
-        """Copy the present gradients into the tensor."""
+        """Copy the gradients into the tensor, and zeros for missing gradients."""
         for index, (p, view) in enumerate(zip(self.parameters, self._views, strict=True)):
             if self._has_flags:
                 self._flags[index] = float(p.grad is not None)
@@ -160,7 +165,8 @@ class _Bucket:
 
 
 def _parts(parameters: Sequence[torch.nn.Parameter], capacity: float) -> list[list[torch.nn.Parameter]]:
-    """Return buckets of one type and device, in the order in which gradients are computed: the last layer first."""
+    """Split the parameters into buckets of one type and device, in the order in which gradients are computed: the last
+    layer first."""
     parts: dict[Any, list[list[torch.nn.Parameter]]] = {}
     filled: dict[Any, float] = {}
     for p in reversed(parameters):
@@ -174,14 +180,17 @@ def _parts(parameters: Sequence[torch.nn.Parameter], capacity: float) -> list[li
 
 
 def _wire_type(parameter: torch.nn.Parameter) -> torch.dtype:
-    """Return the type in which a gradient is sent. Types that Horovod cannot add, such as bfloat16, are sent as
-    float32."""
+    """Return the type in which a gradient is sent: its own type, or float32 if Horovod cannot add that type.
+
+    Workaround (Horovod 0.28.1, horovod/horovod#4047; may go when Horovod adds bfloat16): it cannot add bfloat16, for
+    example.
+    """
     kind = torch.view_as_real(parameter.detach()).dtype if parameter.is_complex() else parameter.dtype
     return kind if kind in _ON_WIRE else torch.float32
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # torch warns if the argument is missing
+    # Without `check_invariants` torch 2.13 warns about unchecked invariants.
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
 
@@ -190,8 +199,8 @@ def _real(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def _like(view: torch.Tensor, parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return a part of a bucket as gradient of `parameter`. It shares memory with the bucket if the type is the
-    same."""
+    """Return a part of a bucket as a gradient for `parameter`. The gradient shares memory with the bucket if both have
+    the same type."""
     if parameter.is_complex():
         return torch.view_as_complex(view.view(*parameter.shape, 2)).to(parameter.dtype)
     return view.view(parameter.shape).to(parameter.dtype)

@@ -1,7 +1,9 @@
-"""Horovod's collectives for tensors of TensorFlow, as arrays through horovod.torch, which every build here contains.
+"""Horovod's collectives for tensors of TensorFlow. The tensors are sent as arrays through horovod.torch, which
+`make horovod` always builds.
 
-The Keras optimizer of Horovod 0.28 is not used, because it averages nothing under Keras 3. Horovod's operations for
-TensorFlow's graphs are not used either: they are a second library that would start beside the first.
+Workaround (Horovod 0.28.1, no upstream issue known; may go when Horovod's Keras optimizer averages under Keras 3): that
+optimizer is not used, because it averages nothing. Horovod's operations for TensorFlow's graphs are not used either:
+they are a second library that would start beside the first.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from distributed.backends._tensorflow.world import carried
 
 
 class HorovodCollectives:
-    """See `distributed.backends._tensorflow.world.Collectives`. Tensors of one call are sent as one vector."""
+    """Implement `distributed.backends._tensorflow.world.Collectives`. Tensors of one call are sent as one vector."""
 
     def __init__(self, world: HorovodWorld, is_compressed: bool) -> None:
         self._world, self._is_compressed = world, is_compressed
@@ -47,7 +49,8 @@ class HorovodCollectives:
 
 
 def _as_one(combine: Callable[[Any], Any], tensors: list[Any]) -> list[Any]:
-    """Return `tensors` after applying `combine` to all of them, concatenated into one array. Used in a graph."""
+    """Concatenate `tensors` into one array, apply `combine` to it, and return the parts in the shapes of `tensors`.
+    Call it in a graph."""
     whole = tf.concat([tf.reshape(each, [-1]) for each in tensors], 0)
     summed = carried(lambda array: combine(array).numpy(), whole)
     summed.set_shape([None])

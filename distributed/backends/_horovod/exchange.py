@@ -1,4 +1,4 @@
-"""An exchange of Horovod in progress, and how a rank detects that others do not join it."""
+"""Wait for a collective of Horovod, and detect the ranks that do not join it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from distributed.errors import TrainingError
 from distributed.launching.secret import messages
 
 _POLL_S = 0.0001
-_GRACE_S = 1.0  # time in which the waits of other ranks end too
+_GRACE_S = 1.0  # after a time limit, the time in which other ranks reach theirs too
 
 
 @dataclasses.dataclass
-class ThisProcess:
-    """State of Horovod in this process. Horovod starts once per process and lives as long; a rank that shuts it down
-    ends it for all."""
+class HorovodState:
+    """State of Horovod in this process. Horovod starts once per process and runs until the process ends. If one rank
+    shuts it down, it ends on all ranks."""
 
     store: Any = None
     timeout_s: float = math.inf
@@ -27,7 +27,7 @@ class ThisProcess:
     is_left: bool = False
 
 
-this_process = ThisProcess()
+horovod_state = HorovodState()
 
 
 class Reduction:
@@ -43,14 +43,15 @@ class Reduction:
 
 
 def finished(hvd: Any, handle: int) -> Any:
-    """Wait for the exchange `handle` and return its result.
+    """Wait for the collective `handle` and return its result.
 
-    The wait of Horovod 0.28 spins, which takes the core from the thread that does the work if there are no more cores
-    than processes: 46 s instead of 5 s on two cores. Polling can go when `hvd.synchronize` blocks without spinning.
+    Workaround (Horovod 0.28.1, horovod/horovod#2101; may go when `hvd.synchronize` blocks without spinning): its wait
+    spins since that change, which takes the core from the thread that does the work if there are no more cores than
+    processes: 46 s instead of 5 s on two cores. Polling does not.
 
     Raises TrainingError with the ranks that did not join for `timeout_s` seconds.
     """
-    deadline = time.monotonic() + this_process.timeout_s
+    deadline = time.monotonic() + horovod_state.timeout_s
     while not hvd.poll(handle):
         time.sleep(_POLL_S)
         if time.monotonic() > deadline:
@@ -59,17 +60,20 @@ def finished(hvd: Any, handle: int) -> Any:
 
 
 def _stalled(hvd: Any) -> TrainingError:
-    """Return an error that names the absent ranks. Each waiting rank notes itself in the store. Horovod reports
-    absent ranks only in its own log."""
+    """Return an error that names the absent ranks.
+
+    Workaround (Horovod 0.28.1, no upstream issue known; may go when Horovod's error names the absent ranks): Horovod
+    reports them only in its own log. Each waiting rank therefore records its number in the store.
+    """
     absent = "another rank has"
-    if this_process.store is not None:
-        waiting = messages(this_process.store, "stalled")
+    if horovod_state.store is not None:
+        waiting = messages(horovod_state.store, "stalled")
         waiting.set(str(hvd.rank()), "")
         time.sleep(_GRACE_S)
         ranks = [rank for rank in range(hvd.size()) if not waiting.check([str(rank)])]
         if ranks:
             absent = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'has' if len(ranks) == 1 else 'have'}"
     return TrainingError(
-        f"{absent} not joined an exchange in which the others have waited for {this_process.timeout_s:g} s (timeout_s): it hangs, or"
+        f"{absent} not joined an exchange in which the others have waited for {horovod_state.timeout_s:g} s (timeout_s): it hangs, or"
         " it needs more time for a step"
     )

@@ -1,9 +1,9 @@
-"""Keras models on TensorFlow with Horovod's gradient exchange. The step is that of the backend tensorflow."""
+"""Train Keras models on TensorFlow with Horovod's gradient exchange, by the step of the backend `tensorflow`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,11 +16,11 @@ from distributed.backends.effects import Need
 from distributed.backends.tensorflow import TensorFlowBackend
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.config.registry import BackendRow, backend_row
+from distributed.config.registry import BackendEntry, backend_entry
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.request import LaunchRequest
-from distributed.state import Job, WorkerContext
+from distributed.state import Job, OnEvent, WorkerContext
 
 if TYPE_CHECKING:
     from distributed.backends._horovod.world import HorovodWorld
@@ -31,7 +31,7 @@ CHOICE = "horovod.keras_backend"
 
 
 class HorovodKerasBackend(TensorFlowBackend):
-    """The TensorFlow step, summed over the ranks by Horovod."""
+    """Run the TensorFlow step. Horovod sums over the ranks."""
 
     refuses: ClassVar[Refusals] = REFUSES
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = NEEDS
@@ -109,19 +109,19 @@ class HorovodKerasObserver(TensorFlowObserver):
         made, own = super().profiler(directory, warmup, active), self._backend
         if made is None or self.world_size == 1 or own.options.timeline is not None:
             return made
-        return WithTimeline(made, own.hvd, own.run_dir, own.report)
+        return WithTimeline(made, own.hvd, own.run_dir, own.on_event)
 
 
-def row_on_tensorflow(row: BackendRow) -> BackendRow:
-    """Return the registry row of horovod for Keras on TensorFlow."""
-    other = backend_row("tensorflow")
+def entry_on_tensorflow(entry: BackendEntry) -> BackendEntry:
+    """Return the registry entry of horovod for Keras on TensorFlow."""
+    other = backend_entry("tensorflow")
     return dataclasses.replace(
-        row, requires=(*row.requires, "tensorflow", "keras"), alone=other.name, environ=other.environ,
+        entry, requires=(*entry.requires, "tensorflow", "keras"), alone=other.name, environ=other.environ,
         before_script=f"{__name__}:before_script", warm_up=other.warm_up,
     )  # fmt: skip
 
 
-def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Callable[[dict[str, Any]], None]) -> None:
-    """Prepare a worker before its script runs: set what TensorFlow reads at import, and seed it."""
+def before_script(request: LaunchRequest, found: WorkerEnvironment, on_event: OnEvent) -> None:
+    """Prepare a worker before its script runs: set what TensorFlow reads at import, import it and seed it."""
     start.set_environment(found, request.device)
     start.import_seeded(request)

@@ -1,7 +1,8 @@
 """Rendezvous of Horovod's workers over Gloo: a small HTTP server and some environment variables.
 
-The launcher serves it, because a script that calls `hvd.init()` itself must find the variables set. Each attempt gets a
-new server: a restarted worker would otherwise read the addresses of dead workers. Imports no framework.
+The launcher runs the server, because a script that calls `hvd.init()` itself needs the variables before it starts. Each
+attempt gets a new server, because a restarted worker would otherwise read the addresses of dead workers. Imports no
+framework.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Rendezvous:
     def open(self, host: str, *, is_alone: bool) -> int:
         """Start a server for a new attempt at the address of `host`, where the workers connect, and return its port.
 
-        If this node `is_alone`, only processes of this user get an answer.
+        With `is_alone`, which means that all workers are on this node, only processes of this user get an answer.
         """
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
@@ -64,10 +65,11 @@ class Rendezvous:
 
     @staticmethod
     def check(nodes: Sequence[Node]) -> None:
-        """Refuse several machines of which one has a host name that does not lead to it.
+        """Raise ResourceError if there are several machines and the host name of one does not resolve to its address.
 
-        HOROVOD_GLOO_IFACE is no remedy: Horovod (0.28.1) gives it to its first Gloo context only. Those of its process sets, the
-        global one too, listen at the address of the host name (GlooContext::InitializeForProcessSet in gloo_context.cc).
+        Workaround (Horovod 0.28.1, no upstream issue known; may go when process sets heed HOROVOD_GLOO_IFACE): Horovod
+        gives it to its first Gloo context only. Those of its process sets, the global one too, listen at the address of
+        the host name (GlooContext::InitializeForProcessSet in gloo_context.cc).
         """
         lost = [(rank, node) for rank, node in enumerate(nodes) if node.is_unreachable_by_name]
         if not lost or are_one_machine(nodes):
@@ -94,15 +96,15 @@ class Rendezvous:
             "HOROVOD_LOCAL_SIZE": environment.local_world_size,
             "HOROVOD_CROSS_RANK": environment.node_rank,
             "HOROVOD_CROSS_SIZE": num_nodes,
-            # a common name for the ranks of one node; it is not resolved
+            # any name that the ranks of one node share; Horovod does not resolve it
             "HOROVOD_HOSTNAME": f"node-{environment.node_rank}",
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "fatal"),  # errors are raised as exceptions
+            "HOROVOD_LOG_LEVEL": os.environ.get("HOROVOD_LOG_LEVEL", "fatal"),  # errors become exceptions
             ADDRESS: environment.master_addr,
             PORT: opened,
         }
-        # Otherwise Gloo uses the address of the host's name, which may be unreachable or unknown.
+        # Without HOROVOD_GLOO_IFACE Gloo listens at the address of the host name, which may be unreachable or unknown.
         interface = os.environ.get("GLOO_SOCKET_IFNAME") or (loopback_interface() if num_nodes == 1 else None)
         if interface:
             variables["HOROVOD_GLOO_IFACE"] = interface
@@ -110,5 +112,5 @@ class Rendezvous:
 
 
 def _address(node: Node) -> str:
-    """Return the address that belongs before the name of `node` in /etc/hosts, or the word for one that is not known."""
+    """Return the address to write before the name of `node` in /etc/hosts, or "ADDRESS" if it is not known."""
     return "ADDRESS" if node.address is None or is_loopback(node.address) else node.address

@@ -1,4 +1,5 @@
-"""Horovod's options, refusals and needs, for every engine that Keras models run on. Loads no engine."""
+"""Horovod's options, the settings that it refuses, and what its settings need, with Keras on either engine. Loads no
+engine."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from distributed.state import Job
 
 
 def _compression_word(value: Any) -> Any:
-    """Return the name of a class such as `hvd.Compression.fp16`."""
+    """Return our name for a class such as `hvd.Compression.fp16`, and any other value unchanged."""
     name = getattr(value, "__name__", "")
     return {"FP16Compressor": "fp16", "NoneCompressor": "none"}.get(name, value)
 
@@ -39,8 +40,8 @@ class HorovodOptions:
 
 
 def _on_tensorflow() -> dict[str, tuple[If, ...]]:
-    """Return the refusals of the step on TensorFlow, if Keras runs on it. Those about transports do not apply,
-    because Horovod communicates."""
+    """Return the refusals of the TensorFlow step, which apply if Keras runs on TensorFlow. Refusals of transports are
+    left out, because Horovod communicates."""
 
     def holds(own: Any) -> bool:
         return bool(own.options.keras_backend == "tensorflow")
@@ -62,7 +63,7 @@ _OUR_RENDEZVOUS = Need("processes that horovodrun and mpirun did not start", _ha
 
 
 def check_job(job: Job) -> None:
-    """Refuse, before any process starts, what no engine here can train."""
+    """Raise ConfigError for a model or an optimizer that no engine here can train, before any process starts."""
     if type(job.model).__module__.partition(".")[0] == "mxnet":
         raise ConfigError("the model is one of MXNet, which is retired and not supported: use a torch or Keras model")
     if hasattr(job.optimizer, "_allreduce_grad_async"):

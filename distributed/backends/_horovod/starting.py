@@ -1,4 +1,4 @@
-"""Start of a run of Horovod. Keras on TensorFlow has an adapter and an environment of its own."""
+"""Start of a run of Horovod. Keras on TensorFlow has its own adapter and environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from distributed.backends.base import Backend
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import ProcessPlan
-    from distributed.config.registry import BackendRow
+    from distributed.config.registry import BackendEntry
     from distributed.config.settings import DistributedConfig
     from distributed.launching.environments.base import WorkerEnvironment
 
@@ -21,19 +21,19 @@ class HorovodStarting(Starting):
     """The start of a run of Horovod."""
 
     def make(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
-        options: HorovodOptions = merged.config.options(self.backend_row.group)
+        options: HorovodOptions = merged.config.options(self.backend_entry.group)
         if options.keras_backend == "torch":
             return super().make(merged, plan)
         from distributed.backends._horovod.keras_backend import HorovodKerasBackend
 
         return HorovodKerasBackend(merged, options, plan)
 
-    def row(self, options: HorovodOptions) -> BackendRow:
+    def entry(self, options: HorovodOptions) -> BackendEntry:
         if options.keras_backend == "torch":
-            return self.backend_row
-        from distributed.backends._horovod.keras_backend import row_on_tensorflow
+            return self.backend_entry
+        from distributed.backends._horovod.keras_backend import entry_on_tensorflow
 
-        return row_on_tensorflow(self.backend_row)
+        return entry_on_tensorflow(self.backend_entry)
 
     def join(
         self, plan: ProcessPlan, config: DistributedConfig, warn: Warn, found: WorkerEnvironment, call: str

@@ -1,12 +1,12 @@
-"""Horovod's trace of its collectives, one file for each fit."""
+"""Record Horovod's timeline, a trace of its collectives, in one file for each fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.errors import ConfigError
+from distributed.state import OnEvent
 
 if TYPE_CHECKING:
     from distributed.config.settings import DistributedConfig
@@ -16,20 +16,20 @@ _OF_A_PROFILE = "profile/horovod-timeline.json"
 
 
 def is_prepared(config: DistributedConfig) -> bool:
-    """Return True if Horovod must start in a way that a timeline can begin later."""
+    """Return True if Horovod must be started so that a timeline can begin later."""
     return config.options("horovod").timeline is not None or config.profile
 
 
 class Timeline:
-    """Timeline of all ranks, written by the main process to `name` in the run directory. Nothing is written if
-    `name` is None."""
+    """Timeline of all ranks, which the main process writes to the file `name` in the run directory. Nothing is written
+    if `name` is None."""
 
     def __init__(self, hvd: Any, name: str | None) -> None:
         self._hvd, self._name = hvd, name
         self._is_running = False
 
     def start(self, run_dir: Path | None) -> None:
-        """Begin the timeline. Nothing happens outside of a run."""
+        """Begin the timeline. Do nothing if there is no run directory."""
         if self._name is None or run_dir is None:
             return
         path = (run_dir / self._name).absolute()
@@ -53,19 +53,17 @@ class Timeline:
 class WithTimeline:
     """Profiler that also writes a timeline. An engine's trace does not contain the work of Horovod's threads."""
 
-    def __init__(
-        self, profiler: Profiler, hvd: Any, run_dir: Path | None, report: Callable[[dict[str, Any]], None]
-    ) -> None:
-        self._profiler, self._run_dir, self._report = profiler, run_dir, report
+    def __init__(self, profiler: Profiler, hvd: Any, run_dir: Path | None, on_event: OnEvent) -> None:
+        self._profiler, self._run_dir, self._on_event = profiler, run_dir, on_event
         self._timeline = Timeline(hvd, _OF_A_PROFILE)
 
     def start(self) -> None:
-        self._profiler.start()  # start it first: if it refuses, no timeline has begun
+        self._profiler.start()  # start the profiler first: if it raises an error, no timeline has begun
         try:
             self._timeline.start(self._run_dir)
         except ConfigError:
             text = "the profile has no timeline: Horovod started before this trainer, without HOROVOD_TIMELINE=DYNAMIC"
-            self._report({"kind": "warning", "text": text})
+            self._on_event({"kind": "warning", "text": text})
 
     def step(self) -> None:
         self._profiler.step()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.backends import wire
-from distributed.backends._horovod.exchange import Reduction, finished, this_process
+from distributed.backends._horovod.exchange import Reduction, finished, horovod_state
 from distributed.backends._horovod.rendezvous import ADDRESS, Rendezvous
 from distributed.backends._horovod.timeline import is_prepared
 from distributed.backends._torch.rendezvous import rendezvous
@@ -35,7 +35,8 @@ _REDUCED = (torch.float32, torch.float64, torch.float16, torch.int32, torch.int6
 
 
 class HorovodWorld(TorchWorld):
-    """World of Horovod, initialised by us or by the script. After `leave` Horovod runs on for the next Trainer."""
+    """World of Horovod, which this class or the script initialised. `leave` does not stop Horovod, so that the next
+    Trainer can use it."""
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class HorovodWorld(TorchWorld):
     ) -> None:
         self._hvd = hvd = load()
         found = found or worker_environment()
-        this_process.timeout_s = config.timeout_s
-        self._is_ours = this_process.is_left or not hvd.is_initialized()
+        horovod_state.timeout_s = config.timeout_s
+        self._is_ours = horovod_state.is_left or not hvd.is_initialized()
         _initialise(hvd, found, config, warn, call)
-        this_process.is_left = False
+        horovod_state.is_left = False
         size, rank, local_rank, local_size = hvd.size(), hvd.rank(), hvd.local_rank(), hvd.local_size()
         if found is not None and found.world_size != size:
             raise ConfigError(
@@ -64,11 +65,11 @@ class HorovodWorld(TorchWorld):
         if size > 1:
             self.transport = "mpi" if hvd.mpi_enabled() else "gloo"
         self._num_pending = 0
-        if this_process.store is None and size > 1:
-            this_process.store = self._open_store(warn)
+        if horovod_state.store is None and size > 1:
+            horovod_state.store = self._open_store(warn)
 
     def is_alive(self) -> bool:
-        return bool(self._hvd.is_initialized()) and not this_process.is_left
+        return bool(self._hvd.is_initialized()) and not horovod_state.is_left
 
     def combine(self, tensor: torch.Tensor, operation: str) -> Pending:
         wire = tensor if tensor.dtype in _REDUCED else tensor.to(_wire_type(tensor.dtype))
@@ -101,7 +102,7 @@ class HorovodWorld(TorchWorld):
         rows = self._allgather(_bytes(tensor).reshape(1, -1), "gather")
         return [row.clone().view(tensor.dtype).view(tensor.shape) for row in rows]
 
-    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+    def reduce_scatter(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
         whole = rows.clone()
         self.combine(whole, operation).wait()
         return whole[self.context.rank]
@@ -138,22 +139,22 @@ class HorovodWorld(TorchWorld):
         self.combine(torch.zeros(1), "sum").wait()
 
     def key_value_store(self) -> Any:
-        return messages(this_process.store, "common-step") if this_process.store is not None else None
+        return messages(horovod_state.store, "common-step") if horovod_state.store is not None else None
 
     def leave(self) -> None:
         if self._is_ours:
             self.end()
 
     def end(self) -> None:
-        this_process.is_left = True
+        horovod_state.is_left = True
 
     def _allgather(self, tensor: torch.Tensor, name: str) -> torch.Tensor:
         joined: torch.Tensor = finished(self._hvd, self._hvd.allgather_async(tensor, name=name))
         return joined
 
     def _open_store(self, warn: Callable[[str], None]) -> Any:
-        """Open a store for a world that another launcher made. A collective: rank 0 sends its address through
-        Horovod."""
+        """Open a store for a world that another launcher started. A collective: rank 0 sends the store's address to the
+        others through Horovod."""
         if self._hvd.cross_size() == 1:
             return self._open_file_store()
         opened, address = None, None
@@ -170,7 +171,7 @@ class HorovodWorld(TorchWorld):
         return opened or dist.TCPStore(host, port, None, False, timedelta(seconds=60))
 
     def _open_file_store(self) -> Any:
-        """Open a store for one node, in a file that only this user can open. Rank 0 removes it when it ends. A
+        """Open a store for one node, in a file that only this user can open. Rank 0 removes the file at exit. A
         collective."""
         directory = None
         if self.context.is_main_process:
@@ -187,7 +188,8 @@ def join(
     found: WorkerEnvironment | None = None,
     call: str = "fit()",
 ) -> TorchWorld:
-    """Return the world of a run of Horovod. One process needs no Horovod, but must be able to load it."""
+    """Join and return the world of a run with Horovod. A single process does not use Horovod, but checks that it can be
+    loaded."""
     if plan.world_size == 1:
         load()
         return OneTorchProcess(plan)
@@ -211,17 +213,19 @@ def load() -> Any:
 
 
 def is_left() -> bool:
-    """Return True if this process has left Horovod, which runs on."""
-    return this_process.is_left
+    """Return True if this process has left the world of Horovod, which keeps running in it."""
+    return horovod_state.is_left
 
 
 def _initialise(
     hvd: Any, found: WorkerEnvironment | None, config: DistributedConfig, warn: Callable[[str], None], call: str
 ) -> None:
+    """Start Horovod in this process, over the rendezvous of our launcher, horovodrun or mpirun, unless it runs
+    already."""
     if hvd.is_initialized():
         return
     _refuse_second()
-    if this_process.store is not None:
+    if horovod_state.store is not None:
         raise ResourceError("hvd.shutdown() was called in this process, and Horovod starts once: drop that call")
     transport = config.communication_backend
     is_mpi = "OMPI_COMM_WORLD_SIZE" in os.environ and hvd.mpi_built() and transport != "gloo"
@@ -233,12 +237,16 @@ def _initialise(
     _set_defaults(config)
     is_horovodrun = ADDRESS in os.environ and link() is None
     if not is_mpi and not is_horovodrun and found is not None:
-        this_process.store = _meet(found, config, warn, call)
+        horovod_state.store = _rendezvous(found, config, warn, call)
     hvd.init()
 
 
 def _refuse_second() -> None:
-    """Refuse a second Horovod library. The one for TensorFlow would receive messages of this one."""
+    """Raise ConfigError if horovod.tensorflow runs in this process.
+
+    Workaround (Horovod 0.28.1, no upstream issue known; may go when two of its modules can run in one process):
+    horovod.tensorflow would receive messages that are sent by horovod.torch.
+    """
     other = sys.modules.get("horovod.tensorflow")
     if other is not None and getattr(other, "is_initialized", bool)():
         raise ConfigError(
@@ -247,15 +255,16 @@ def _refuse_second() -> None:
         )
 
 
-def _meet(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[str], None], call: str) -> Any:
-    """Wait for all ranks, or name the missing ones. Rank 0 serves Horovod's rendezvous if no launcher does."""
+def _rendezvous(found: WorkerEnvironment, config: DistributedConfig, warn: Callable[[str], None], call: str) -> Any:
+    """Wait for all ranks, or raise an error that names the missing ones. If no launcher runs the server of Horovod's
+    rendezvous, rank 0 does."""
     store = rendezvous(found, config.start_timeout, warn, call)
     if ADDRESS not in os.environ:
         shared = messages(store, "horovod")
         if found.rank == 0:
-            this_process.server = Rendezvous()  # listens until this process ends
+            horovod_state.server = Rendezvous()  # listens until this process ends
             is_alone = found.local_world_size == found.world_size
-            shared.set("port", str(this_process.server.open(found.master_addr, is_alone=is_alone)))
+            shared.set("port", str(horovod_state.server.open(found.master_addr, is_alone=is_alone)))
         os.environ.update(Rendezvous.environ(found, int(shared.get("port"))))
     return store
 
@@ -264,28 +273,30 @@ def _set_defaults(config: DistributedConfig) -> None:
     """Set the variables that Horovod reads at its start, unless the user set them."""
     seconds = str(max(1, math.ceil(config.timeout_s)))
     defaults = {
-        "HOROVOD_LOG_LEVEL": "fatal",  # errors are raised as exceptions
+        "HOROVOD_LOG_LEVEL": "fatal",  # errors become exceptions
         "HOROVOD_GLOO_TIMEOUT_SECONDS": seconds,
         "HOROVOD_STALL_CHECK_TIME_SECONDS": seconds,
         "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": seconds,
-        # Fusion depends on timing, and three or more terms have another sum in another order.
+        # Fusion is off: it depends on timing, and a sum of three or more terms depends on their order.
         "HOROVOD_FUSION_THRESHOLD": "0",
     }
-    if is_prepared(config):  # the writer of the timeline spins on a core, also while nothing is recorded
+    # Workaround (Horovod 0.28.1, no upstream issue known; may go when the timeline's writer waits without spinning): the
+    # writer keeps one core busy, so it is started only for runs that may write a timeline.
+    if is_prepared(config):
         defaults["HOROVOD_TIMELINE"] = "DYNAMIC"
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
 
 def _wire_type(dtype: torch.dtype) -> torch.dtype:
-    """Return a type that Horovod can add and that holds the values of `dtype`."""
+    """Return a type that Horovod can add, in which values of `dtype` are sent. Raises ConfigError for complex types."""
     if dtype.is_complex:
         raise ConfigError(f"Horovod does not combine {dtype}: use torch.view_as_real(tensor)")
     return torch.float32 if dtype.is_floating_point else torch.int32
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as its bytes [n], the one form in which every type can be sent."""
+    """Return the bytes of a contiguous tensor as a tensor [n], because Horovod can send every type as bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 

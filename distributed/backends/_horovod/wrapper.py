@@ -1,4 +1,4 @@
-"""Module that `distributed.DistributedDataParallel` returns in a Horovod world."""
+"""The module that `distributed.DistributedDataParallel` puts around a model in a Horovod world."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class AveragedGradients(torch.nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the gradients local in backward passes of forwards in this block."""
+        """Keep gradients local in the backward passes of those forward passes that run in this block."""
         before, self._is_held = self._is_held, True
         try:
             yield

@@ -22,8 +22,8 @@ class KerasBatch(NamedTuple):
 def unpacked(batch: Any) -> KerasBatch:
     """Return the parts of `batch`.
 
-    A tuple is (x, y, sample_weight), as Keras reads it. A dict has targets and weights by name; the rest of it is the
-    input.
+    A tuple is (x, y, sample_weight), as Keras reads it. In a dict, targets and weights have names, and all
+    other entries are inputs.
     """
     if isinstance(batch, Mapping):
         return _of_names(batch)

@@ -1,4 +1,4 @@
-"""The loss of a Keras model on any engine: the user's, that of `compile`, or a default."""
+"""Compute the loss of a Keras model on any engine: the user's loss, the loss of `compile`, or a default loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distributed.errors import ConfigError
 
 
 class Comparison:
-    """Loss that is chosen at the first batch. A default choice is passed to `say`."""
+    """Loss that is chosen at the first batch. `notice` is called with a message if a default loss is chosen."""
 
     def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, notice: Callable[[str], None]) -> None:
         self._model, self._notice = model, notice
@@ -46,8 +46,8 @@ class Comparison:
             self._model._compile_loss.build(targets, outputs)
 
     def _by_compiled(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, bool]:
-        """Compute `compile(loss=...)`: (sum, count) for one loss of one output, otherwise the total that Keras
-        computes."""
+        """Compute the loss given to `compile`: (sum, count) if it is one loss of one output, otherwise the total that
+        Keras computes."""
         import keras
 
         self.build(parts.y, outputs)

@@ -1,4 +1,4 @@
-"""Keras models and optimizers in the files of a checkpoint, by way of numpy. Every engine writes the same bytes.
+"""Keras models and optimizers in the files of a checkpoint, as numpy arrays. Every engine writes the same bytes.
 
 model/model.safetensors          variables by name; its metadata "keras" holds their order and how the model is built
 optimizer/optimizer.safetensors  state.<parameter>.<slot>
@@ -7,22 +7,17 @@ optimizer/optimizer.safetensors  state.<parameter>.<slot>
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from distributed.backends._keras.names import matched, model_variables, optimizer_variables
+from distributed.backends._keras.names import matched, model_variables, optimizer_variables, seed_names
 from distributed.checkpoints.shards import StoredTensor, read_tensors
-from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
-from distributed.errors import CheckpointError
-
-_WORDS = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "complex64": "C64", "int64": "I64",
-    "int32": "I32", "int16": "I16", "int8": "I8", "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8",
-    "bool": "BOOL",
-}  # fmt: skip
+from distributed.checkpoints.tensor_file import WORDS, RawTensor, read_raw, write_tensors
+from distributed.checkpoints.weights import LoadedWeights, StoredWeights, check_loaded
+from distributed.errors import CheckpointError, ConfigError
 
 
 def save_model(model: Any, directory: Path) -> None:
@@ -41,13 +36,13 @@ def export(model: Any, path: Path) -> None:
 
 
 def load_model(model: Any, directory: Path) -> None:
-    """Load the stored values into the variables of `model`. Every process calls it; it is no collective.
+    """Load the stored values into the variables of `model`. Every process calls it, but it is not a collective.
 
-    A model without variables is first built as the stored one was. Raises CheckpointError if the checkpoint is of
-    another model.
+    A model without variables is first built with the stored build configuration. Raises CheckpointError if the
+    checkpoint belongs to another model.
     """
     stored, _ = read_tensors(directory / "model")
-    kept = _kept(directory)
+    kept = _kept(_model_files(directory))
     if not model.built and kept["build"] is not None:
         model.build_from_config(kept["build"])
     own = model_variables(model)
@@ -55,9 +50,42 @@ def load_model(model: Any, directory: Path) -> None:
         _assign(own[name], stored[other])
 
 
+def load_weights(model: Any, weights: StoredWeights, *, strict: bool) -> LoadedWeights:
+    """Load stored weights into the variables of `model` and return what did not fit. The states of seed generators stay.
+
+    If the number, the order and the shapes of all variables agree, they are matched as `load_model` does. Otherwise they are matched
+    by the names of layers, so these should not be left to Keras.
+    Raises CheckpointError with the mismatches, before any variable changes, if `strict` or if nothing fits.
+    """
+    kept, stored = _kept(weights.files), weights.tensors
+    if not model.built and kept["build"] is not None:
+        model.build_from_config(kept["build"])
+    own = model_variables(model)
+    if not own:
+        raise ConfigError("the model has no weights before it has seen data: build it with an Input, or call it once")
+    seeds = seed_names(model)
+    try:
+        pairs = _pairs(own, stored, kept["variables"], weights.source)
+    except CheckpointError:
+        theirs = _without_model(stored)
+        pairs = {name: theirs[short] for short, name in _without_model(own).items() if short in theirs}
+    taken = set(pairs.values())
+    pairs = {name: other for name, other in pairs.items() if name not in seeds}
+    shapes = {name: (list(stored[other].shape), list(own[name].shape)) for name, other in pairs.items()}
+    others = {name: (there, here) for name, (there, here) in shapes.items() if there != here}
+    missing = [name for name in own if name not in pairs and name not in seeds]
+    unexpected = [name for name in stored if name not in taken and "seed_generator_state" not in name]
+    loaded = LoadedWeights(weights.source, len(pairs) - len(others), tuple(missing), tuple(unexpected), others)
+    check_loaded(loaded, strict=strict)
+    for name, other in pairs.items():
+        if name not in others:
+            _assign(own[name], stored[other])
+    return loaded
+
+
 def save_optimizer(optimizer: Any, model: Any, directory: Path) -> dict[str, Any]:
-    """Write the slots of a built optimizer to `directory/optimizer` and return the rest as JSON. Only one process
-    writes."""
+    """Write the slots of a built optimizer to `directory/optimizer` and return the rest of its state as JSON. Only one
+    process may call it."""
     content = optimizer_content(optimizer, model)
     slots, _ = optimizer_variables(optimizer, _names(model))
     _write(directory / "optimizer" / "optimizer.safetensors", slots, {})
@@ -65,7 +93,7 @@ def save_optimizer(optimizer: Any, model: Any, directory: Path) -> dict[str, Any
 
 
 def optimizer_content(optimizer: Any, model: Any) -> dict[str, Any]:
-    """Return what state.json holds of a built optimizer."""
+    """Return the part of a built optimizer's state that state.json stores: everything except the slots."""
     names = _names(model)
     _, own = optimizer_variables(optimizer, names)
     return {
@@ -78,18 +106,21 @@ def optimizer_content(optimizer: Any, model: Any) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: Any, model: Any, directory: Path, content: Mapping[str, Any]) -> None:
-    """Load what `save_optimizer` wrote. Every process calls it; it is no collective.
+    """Load what `save_optimizer` wrote. Every process calls it, but it is not a collective.
 
     Args:
         content: what `save_optimizer` returned.
 
     Raises:
-        CheckpointError: the checkpoint is of another optimizer, or of other trained variables.
+        CheckpointError: the checkpoint belongs to another optimizer or to other trained variables.
     """
     _check_content(content, optimizer)
     own = model_variables(model)
     stored_model, _ = read_tensors(directory / "model")
-    here = {there: name for name, there in _pairs(own, stored_model, _kept(directory)["variables"], directory).items()}
+    here = {
+        there: name
+        for name, there in _pairs(own, stored_model, _kept(_model_files(directory))["variables"], directory).items()
+    }
     names = {id(variable): name for name, variable in own.items()}
     trained = [names[id(variable)] for variable in optimizer._trainable_variables]
     if sorted(here.get(name, name) for name in content["params"]) != sorted(trained):
@@ -114,8 +145,8 @@ def load_optimizer(optimizer: Any, model: Any, directory: Path, content: Mapping
 def fixed_rate(optimizer: Any) -> float | None:
     """Return the learning rate, or None if a schedule or a function computes it.
 
-    For a rate that Keras keeps in float32, it is the shortest decimal number with that value, such as 0.003. It is the
-    same on every engine.
+    A rate that Keras keeps in float32 is returned as the shortest decimal number with that value, such as 0.003. The
+    result is the same on every engine.
     """
     rate = optimizer._learning_rate
     return float(str(value_of(rate))) if hasattr(rate, "assign") else None
@@ -145,7 +176,8 @@ def _renamed(key: str, here: Mapping[str, str]) -> str:
 
 
 def _build_config(model: Any) -> Any:
-    """Return the configuration with which Keras builds the model again, or None if JSON cannot hold it."""
+    """Return the configuration with which Keras can build the model's variables, or None if JSON cannot represent
+    it."""
     config = model.get_build_config()
     try:
         return json.loads(json.dumps(config))
@@ -153,10 +185,22 @@ def _build_config(model: Any) -> Any:
         return None
 
 
-def _kept(directory: Path) -> dict[str, Any]:
+def _without_model(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of variables by these names without the name of the model, which Keras numbers in each process."""
+    kept = [name for name in names if "seed_generator_state" not in name]
+    models = {name.partition("/")[0] for name in kept}
+    is_common = len(models) == 1 and all("/" in name.partition("/")[2] for name in kept)
+    return {name.partition("/")[2] if is_common else name: name for name in kept}
+
+
+def _model_files(directory: Path) -> list[Path]:
+    return sorted((directory / "model").glob("*.safetensors"))
+
+
+def _kept(files: Iterable[Path]) -> dict[str, Any]:
     """Return what `save_model` stored beside the variables, or empty entries for a model that was saved without
     Keras."""
-    for file in sorted((directory / "model").glob("*.safetensors")):
+    for file in files:
         _, metadata = read_raw(file)
         try:
             kept = json.loads(metadata.get("keras", "{}"))
@@ -181,15 +225,17 @@ def _check_content(content: Mapping[str, Any], optimizer: Any) -> None:
 def _write(path: Path, named: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = [
-        RawTensor(name, _WORDS[_dtype(variable)], tuple(variable.shape), _reader(variable))
+        RawTensor(name, WORDS[_dtype(variable)], tuple(variable.shape), _reader(variable))
         for name, variable in named.items()
     ]
     write_tensors(path, raw, metadata)
 
 
 def _dtype(variable: Any) -> str:
-    dtype = str(value_of(variable).dtype)  # not variable.dtype: on torch Keras widens uint16 and uint32
-    if dtype not in _WORDS:
+    # Workaround (Keras 3.15, no upstream issue known; may go when Keras uses torch's uint16 and uint32): on torch it stores
+    # these types as int32 and int64, so the type is that of the value and not `variable.dtype`.
+    dtype = str(value_of(variable).dtype)
+    if dtype not in WORDS:
         raise CheckpointError(f"{variable.path} is {dtype}, which a checkpoint cannot hold")
     return dtype
 
@@ -202,11 +248,11 @@ def _reader(variable: Any) -> Callable[[], memoryview]:
 
 
 def _assign(variable: Any, stored: StoredTensor) -> None:
-    word = {word: dtype for dtype, word in _WORDS.items()}.get(stored.dtype)
+    word = {word: dtype for dtype, word in WORDS.items()}.get(stored.dtype)
     if word is None:
         raise CheckpointError(f"{stored.name} has the element type {stored.dtype}, which Keras does not have")
     if word == "bfloat16":
-        import ml_dtypes  # keras requires it
+        import ml_dtypes  # installed with keras, which requires it
 
         dtype = numpy.dtype(ml_dtypes.bfloat16)
     else:

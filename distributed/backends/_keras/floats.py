@@ -10,8 +10,9 @@ from collections.abc import Iterator
 def floats_of(dtype: str) -> Iterator[None]:
     """Set the float type of Keras to `dtype` within the block, and restore the user's setting afterwards.
 
-    In float64 new layers have that type too. Keras creates the policy of new layers when it is first needed and then
-    keeps it (Keras 3.15, `global_state`), so without the reset the user's next model would be float64.
+    In float64 new layers have that type too. Workaround (Keras 3.15, no upstream issue known; may go when the policy
+    can be unset by a public function): Keras creates the policy of new layers when it is first needed and then keeps it
+    (`global_state`), so without the reset the user's next model would be float64.
     """
     import keras
     from keras.src.backend.common import global_state

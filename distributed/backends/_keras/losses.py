@@ -1,5 +1,5 @@
-"""Losses and metrics of Keras as sums and counts, so that the result does not depend on how a batch is cut. Any
-engine."""
+"""Losses and metrics of Keras as sums and counts, so that the result does not depend on how a batch is split. Works
+on any engine."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _EXAMPLE = "give one, for example Trainer(model, loss_fn=keras.losses.SparseCate
 
 
 def is_of_keras(loss_fn: Any) -> bool:
-    """Return True if `loss_fn` is a loss object or function of Keras. Those take (targets, outputs)."""
+    """Return True if `loss_fn` is a loss object or function of Keras, which takes (targets, outputs)."""
     kinds = {cls.__name__ for cls in type(loss_fn).__mro__ if cls.__module__.startswith("keras.")}
     return "Loss" in kinds or str(getattr(loss_fn, "__module__", "")).startswith("keras.")
 
 
 class KerasLoss:
-    """Compute `loss(targets, outputs, sample_weight)` as a mean over samples, or as (sum, count) if it counts
-    tokens."""
+    """Compute `loss(targets, outputs, sample_weight)` as a mean over samples, or as (sum, count) if its mean is not
+    over samples, for example over tokens."""
 
     def __init__(self, loss: Any, factor: float | None = None) -> None:
         import keras
@@ -35,8 +35,8 @@ class KerasLoss:
             )
 
     def __call__(self, targets: Any, outputs: Any, weight: Any = None) -> Any:
-        """Return a scalar, or (sum, count) for masked outputs, outputs of more than two dimensions, and means by
-        weight."""
+        """Return a mean, or (sum, count) for masked outputs, outputs of more than two dimensions, and weighted
+        means."""
         if targets is None:
             raise ConfigError("the batch has no targets, so there is nothing to compare the outputs with: " + _EXAMPLE)
         self._loss = in_dtype(self._loss, _floatx())
@@ -47,8 +47,8 @@ class KerasLoss:
         return self._counted(targets, outputs, weight, mask, by_weight)
 
     def _counted(self, targets: Any, outputs: Any, weight: Any, mask: Any, by_weight: bool) -> Pair:
-        """Return the sum and the count by which Keras divides: all elements, those that are not masked, or the sum
-        of their weights."""
+        """Return the sum of the loss and the count by which Keras divides it: the number of elements, or of elements
+        that are not masked, or the sum of their weights."""
         import keras
 
         before, self._loss.reduction = self._loss.reduction, None
@@ -65,7 +65,7 @@ class KerasLoss:
 
 
 def compute_in_floatx(loss_or_metric: Any) -> None:
-    """Make an object that computes in float32 compute in float64, if that is the present float type of Keras."""
+    """Make a float32 loss or metric compute in float64, if float64 is the current float type of Keras."""
     import keras
 
     if keras.config.floatx() == "float64" and loss_or_metric.dtype == "float32":
@@ -74,8 +74,11 @@ def compute_in_floatx(loss_or_metric: Any) -> None:
 
 
 def in_dtype(loss: Any, dtype: str) -> Any:
-    """Return a loss that computes in `dtype`. A loss of Keras rounds its arguments to the float type that was set
-    when it was made."""
+    """Return a loss that computes in `dtype`.
+
+    Workaround (Keras 3.15, no upstream issue known; may go when the type of a loss can be changed): a loss rounds its
+    arguments to the float type that was set when the loss was created.
+    """
     import keras
 
     if not isinstance(loss, keras.losses.Loss) or loss.dtype == dtype:
@@ -93,8 +96,8 @@ def _floatx() -> str:
 
 
 def _along(value: Any, like: Any) -> Any:
-    """Return `value` broadcast to the shape of `like`. `value` has the first dimensions of `like`, and possibly one
-    more of size 1."""
+    """Return `value` broadcast to the shape of `like`. The dimensions of `value` are the first ones of `like`,
+    and possibly one more of size 1."""
     import keras
 
     if len(value.shape) == len(like.shape) + 1:
@@ -123,7 +126,7 @@ def default_loss(model: Any, outputs: Any, targets: Any) -> tuple[Any, str]:
     """Return the default loss and the reason for it: cross-entropy for class indices, mean squared error for floats of
     the outputs' shape.
 
-    It is the same on every engine. Raises ConfigError if neither fits.
+    The choice is the same on every engine. Raises ConfigError if neither loss fits.
     """
     import keras
 
@@ -184,8 +187,8 @@ def metric_value(metric: Any, targets: Any, outputs: Any, weight: Any = None) ->
 
 
 def of_output(value: Any, position: Any) -> Any:
-    """Return the part of targets or outputs for the output `position` = (number, name), or all of it if `position` is
-    None."""
+    """Return the targets or outputs `value` of one output of the model, given by `position` = (number, name). Return
+    all of `value` if `position` is None."""
     import keras
 
     if position is None or value is None:

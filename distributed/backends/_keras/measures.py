@@ -1,5 +1,5 @@
-"""Keras metrics that are no means over samples, on any engine. Their variables are sums over batches, which are
-added over ranks."""
+"""Compute Keras metrics that are not means over samples, on any engine. Their variables are sums over batches, which
+are added over ranks."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def is_mean(metric: Any) -> bool:
 
 
 def measure_of(metric: Any, engine: MetricEngine, scope: Scope, prepare: Callable[[Arguments], Arguments]) -> Measure:
-    """Return what computes a Keras metric over all samples.
+    """Return the Measure that computes a Keras metric over all samples.
 
-    Metrics of Keras itself have variables that are sums, so they are computed from the sums. The variables of a user's
-    class may be anything, so its metric is computed from all outputs.
+    The variables of Keras's own metrics are sums, so the metric is computed from the sums over all ranks. The variables
+    of a user's metric may be anything, so the metric is computed from all outputs.
 
     Args:
-        prepare: converts the arguments of a call, (outputs, targets), to what is kept on the host.
+        prepare: converts the arguments of a call, (outputs, targets), to the form in which the host keeps them.
     """
     if type(metric).__module__.startswith("keras."):
         return SumsMeasure(metric, scope)
@@ -51,7 +51,7 @@ def in_order_of_keras(call: Arguments) -> Arguments:
 
 
 class SumsMeasure:
-    """Sum in float64 of what each batch adds to the variables of a metric."""
+    """Compute a metric from sums in float64 of what each batch adds to its variables."""
 
     training = True
 
@@ -61,7 +61,8 @@ class SumsMeasure:
 
     @functools.cached_property
     def _metric(self) -> Any:
-        """Copy of the metric, made at its first use: a metric of `compile` is found while a graph is traced."""
+        """Copy of the metric. Made at its first use, because the metrics of `compile` are found while a graph is
+        traced."""
         return _copy(self._original)
 
     def absorb(self, part: Part) -> None:
@@ -82,11 +83,11 @@ class SumsMeasure:
         return None if self._sums is None else list(self._sums)
 
     def restore(self, states: Sequence[Any]) -> None:
-        """Set the sums to the total of those of one or several ranks."""
+        """Set the sums to the total of `states`, the sums of one or several ranks."""
         self._sums = _added(states) if states else None
 
     def value(self, updates: Sequence[Update], states: Sequence[Any]) -> Any:
-        """Return the metric over the sums of all ranks."""
+        """Return the metric computed from the sums of all ranks."""
         with self._scope():
             self._metric.reset_state()
             for variable, total in zip(self._metric.variables, _added(states), strict=True):
@@ -109,7 +110,7 @@ def _array(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return a result of Keras as numpy arrays."""
+    """Return a metric's result, a value or a dict of values, as numpy arrays."""
     return {name: _array(each) for name, each in value.items()} if isinstance(value, dict) else _array(value)
 
 

@@ -1,12 +1,13 @@
-"""Keras models and optimizers as objects: detect them, check that they work with our step, and choose the default
-optimizer."""
+"""Detect Keras models and optimizers, check that they work with our step, and choose the default optimizer."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from distributed.config.optimization import NamedOptimizer
 from distributed.errors import ConfigError
 
 _OWN_STEP = "train_step"
@@ -32,9 +33,11 @@ def is_schedule(value: Any) -> bool:
 
 
 def schedule_kind(there: str | None, here: str | None) -> str | None:
-    """Return the class of the schedule that a checkpoint names `there`, for a run whose own is `here`.
+    """Return the name of the schedule's class in a checkpoint. The checkpoint names it `there`; the run's own is
+    `here`.
 
-    Early checkpoints of PyTorch's engines hold the name LearningRateSchedule for every schedule of Keras.
+    Early checkpoints of the torch backends name every Keras schedule LearningRateSchedule. Such a name counts as
+    `here`.
     """
     return here if here and there == "LearningRateSchedule" else there
 
@@ -52,8 +55,8 @@ def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "cho
     Args:
         wanted: the engine that the backend needs.
         backend: name of the backend.
-        here: whether Keras runs in this process. Otherwise workers will choose their engine from KERAS_BACKEND.
-        otherwise: another way to fix it, for the message.
+        here: whether Keras runs in this process. If not, the engine is the one that KERAS_BACKEND selects in workers.
+        otherwise: an alternative fix, for the message.
     """
     import keras
 
@@ -83,8 +86,8 @@ def check_model(model: Any) -> None:
 
 
 def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float) -> Any:
-    """Return the built Keras optimizer for a built `model`: the given one, the compiled one, or AdamW with torch's
-    defaults.
+    """Return the built Keras optimizer for a built `model`: the given one, the one that settings name, the compiled one,
+    or AdamW with torch's defaults.
 
     `optimizer_or_factory` may be a factory, which is called with the trainable variables. Raises ConfigError if the optimizer does not
     work with our step.
@@ -99,6 +102,8 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     optimizer = optimizer_or_factory
     if optimizer_or_factory is None:
         optimizer = getattr(model, "optimizer", None)
+    elif isinstance(optimizer_or_factory, NamedOptimizer):
+        optimizer = _named_optimizer(optimizer_or_factory, variables)
     elif not is_optimizer(optimizer_or_factory) and callable(optimizer_or_factory):
         optimizer = _made(optimizer_or_factory, variables, "optimizer", _FIX)
     if optimizer is None:
@@ -116,9 +121,44 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     return optimizer
 
 
+def _named_optimizer(wanted: NamedOptimizer, variables: Sequence[Any]) -> Any:
+    """Return the Keras optimizer that settings name. Raises ConfigError for what Keras cannot do."""
+    import keras
+
+    name, decay = wanted.name, wanted.weight_decay
+    if name == "muon":
+        raise ConfigError(
+            "optimizer='muon' does not work with Keras models: choose adamw, or pass keras.optimizers.Muon(...)"
+        )
+    if wanted.layer_rates:
+        raise ConfigError("layer_rates does not work with Keras models, whose optimizers have one rate: drop it")
+    if decay and name in ("adam", "sgd"):
+        raise ConfigError(
+            f"weight_decay={decay:g} with optimizer={name!r} is a part of the gradient in torch, and not in Keras: choose adamw"
+        )
+    arguments: dict[str, Any] = {"learning_rate": wanted.learning_rate}
+    if name in ("adamw", "adam"):
+        arguments["epsilon"] = 1e-8  # as in torch
+        if wanted.betas is not None:
+            arguments["beta_1"], arguments["beta_2"] = wanted.betas
+    if name == "sgd" and wanted.momentum is not None:
+        arguments["momentum"] = wanted.momentum
+    if name == "adafactor":
+        arguments["relative_step"] = False  # the rate is learning_rate, and not computed from the number of updates
+    if decay:
+        arguments["weight_decay"] = decay
+    kinds = keras.optimizers
+    optimizer = {"adamw": kinds.AdamW, "adam": kinds.Adam, "sgd": kinds.SGD, "adafactor": kinds.Adafactor}[name](
+        **arguments
+    )
+    if decay:
+        optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if len(variable.shape) < 2])
+    return optimizer
+
+
 def _made(factory: Any, argument: Any, name: str, fix: str) -> Any:
-    """Call the factory. Optimizers and schedules of torch raise TypeError for arguments of Keras, which becomes
-    ConfigError."""
+    """Call the factory. A TypeError becomes a ConfigError, because optimizers and schedules of torch raise TypeError
+    for arguments of Keras."""
     try:
         return factory(argument)
     except TypeError as error:
@@ -126,8 +166,8 @@ def _made(factory: Any, argument: Any, name: str, fix: str) -> Any:
 
 
 def set_schedule(optimizer: Any, scheduler: Any) -> None:
-    """Set the LearningRateSchedule that was given beside the optimizer, or that the given factory makes. Raises
-    ConfigError for anything else."""
+    """Give `optimizer` the schedule `scheduler`, a LearningRateSchedule or a factory of one. Raises ConfigError for
+    anything else."""
     fix = "pass a schedule of keras.optimizers.schedules"
     schedule = scheduler
     if not is_schedule(scheduler) and callable(scheduler):

@@ -1,8 +1,9 @@
-"""Names in a checkpoint for the variables of a Keras model and a Keras optimizer. They are the same on every engine.
+"""Name the variables of a Keras model and a Keras optimizer in a checkpoint. The names are the same on every engine.
 
-A variable of a model has its path as name ("dense/kernel"), seed generators included. Keras makes up layer names by
-counting all layers of a process, so the same model may be "dense" here and "dense_1" there. A stored model is therefore
-matched by path if all paths are equal, and otherwise by the order of its variables, which the model's file contains.
+The name of a model's variable is its path ("dense/kernel"); this includes the states of seed generators. Keras
+generates layer names by counting all layers of a process, so a layer may be "dense" in one process and "dense_1" in
+another. The variables of a stored model are therefore matched by path if all paths are equal, and otherwise by their
+order, which the model's file contains.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ _NOT_SLOTS = ("_variables", "_trainable_variables")  # attributes of an optimize
 
 
 def model_variables(model: Any) -> dict[str, Any]:
-    """Return the variables of a built model by name, in its own order: weights, moving statistics, states of seed
-    generators."""
+    """Return the variables of a built model by name, in the order of `model.variables`: weights, moving statistics,
+    states of seed generators."""
     named: dict[str, Any] = {}
     for variable in model.variables:
         named[_free(variable.path.replace(".", "_"), named)] = variable
@@ -26,7 +27,7 @@ def model_variables(model: Any) -> dict[str, Any]:
 
 
 def _free(name: str, taken: Mapping[str, Any]) -> str:
-    """Return `name`, with a number if it is taken: two layers of one name may have variables of one name."""
+    """Return `name`, with a number added if it is in `taken`. Variables have equal names if their layers do."""
     free, number = name, 2
     while free in taken:
         free, number = f"{name}:{number}", number + 1
@@ -34,7 +35,7 @@ def _free(name: str, taken: Mapping[str, Any]) -> str:
 
 
 def seed_names(model: Any) -> set[str]:
-    """Return the names in `model_variables` of the states of seed generators."""
+    """Return the names that `model_variables` gives to the states of seed generators."""
     weights = {id(variable) for variable in model.weights}
     return {
         name
@@ -46,8 +47,8 @@ def seed_names(model: Any) -> set[str]:
 def optimizer_variables(optimizer: Any, names: Mapping[int, str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the variables of a built optimizer as (slots, others).
 
-    Slots are named "state.<parameter>.<slot>"; the others belong to no parameter. The number of updates and the
-    learning rate are in neither.
+    Slots are named "state.<parameter>.<slot>"; the other variables belong to no parameter. Neither dict contains the
+    number of updates or the learning rate.
 
     Args:
         names: names of the model's variables by their id.
@@ -71,8 +72,8 @@ def optimizer_variables(optimizer: Any, names: Mapping[int, str]) -> tuple[dict[
 
 
 def _slot(name: str, parameter: Any, attribute: str) -> str:
-    """Return the name of a slot. Keras names the variable "<path of the parameter>_momentum"; otherwise the
-    attribute of the optimizer has the name."""
+    """Return the name of a slot, such as "momentum". It is what follows the parameter's path in the name of the
+    variable, or else the name of the optimizer's attribute."""
     prefix = parameter.path.replace("/", "_") + "_"
     return name.removeprefix(prefix) if name.startswith(prefix) else attribute.lstrip("_")
 
@@ -83,7 +84,7 @@ def is_variable(value: Any) -> bool:
 
 
 def matched(own: Mapping[str, Shape], stored: Mapping[str, Shape], order: Sequence[str], where: str) -> dict[str, str]:
-    """Return own name -> stored name: by name if the names are equal, otherwise by position.
+    """Return own name -> stored name for each variable: by name if all names are equal, otherwise by position.
 
     Args:
         order: names of the stored variables in their order.

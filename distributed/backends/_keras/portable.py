@@ -1,7 +1,7 @@
-"""Pickling of Keras objects as configuration and numbers, for workers whose Keras may run on another engine.
+"""Pickle Keras objects as configurations and numbers, for workers whose Keras may run on another engine.
 
-Keras's own pickling writes an archive that names the classes of the script, which the workers of a notebook cannot
-import. Here classes are pickled by value, as cloudpickle does with everything in a main module.
+The pickling of Keras 3.15 writes an archive that names the classes of the script, which the workers of a notebook
+cannot import. Here classes are pickled by value, as cloudpickle does with everything that a main module defines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def remade(value: Any) -> Any:
 
 
 def _with_parts_remade(compiled: Any) -> Any:
-    """Return a copy of what a model was compiled with. The optimizer and the metrics are bound to the first model."""
+    """Return a copy of the arguments of `compile`, with its Keras objects made again. The originals of the optimizer
+    and the metrics are bound to the first model."""
     if isinstance(compiled, dict):
         return {name: _with_parts_remade(value) for name, value in compiled.items()}
     if isinstance(compiled, (list, tuple)):
@@ -62,7 +63,7 @@ def _with_parts_remade(compiled: Any) -> Any:
 
 
 def _reduced(obj: Any) -> Reduced | None:
-    """Return the function and arguments that make `obj` again, or None if it is no object of Keras."""
+    """Return the function and arguments that make `obj` again, or None if it is not an object of Keras."""
     if is_model(obj):
         return _reduced_model(obj)
     if is_optimizer(obj) or _is_keras(obj, "Loss") or _is_keras(obj, "Metric"):
@@ -77,7 +78,7 @@ def _is_keras(value: Any, name: str) -> bool:
 
 
 def _public_class(cls: type) -> type:
-    """Return the public class of an optimizer. Keras puts an engine's own class under it, which other engines do not
+    """Return the public class of an object. On some engines the object is of a subclass that other engines do not
     have."""
     return next((c for c in cls.__mro__ if c.__name__ == cls.__name__ and ".backend." not in c.__module__), cls)
 
@@ -105,11 +106,12 @@ def _remade(cls: Any, config: dict[str, Any]) -> Any:
 def _remade_model(
     cls: Any, config: dict[str, Any], custom: dict[str, type], build: Any, values: list[Any], compiled: Any
 ) -> Any:
+    """Return the model that `_reduced_model` described, with its values, and compiled if it was."""
     import keras
     from keras.src.saving.serialization_lib import SafeModeScope
 
     try:
-        with keras.saving.custom_object_scope(custom), SafeModeScope(False):  # allow functions of the script
+        with keras.saving.custom_object_scope(custom), SafeModeScope(False):  # it may contain the script's functions
             model = cls.from_config(config)
             if values and not (model.built and model.variables):
                 model.build_from_config(build)
@@ -128,8 +130,11 @@ def _remade_model(
 
 @contextlib.contextmanager
 def _without_tensorflow() -> Iterator[None]:
-    """Prevent Keras from importing TensorFlow to check whether an object is one of TensorFlow's. If TensorFlow is
-    not loaded, there are none (Keras 3.15)."""
+    """Prevent Keras from importing TensorFlow.
+
+    Workaround (Keras 3.15, no upstream issue known; may go when Keras checks objects without this import): Keras
+    imports TensorFlow to check whether an object is one of TensorFlow's. If TensorFlow is not loaded, there are none.
+    """
     from keras.src.utils.module_utils import tensorflow
 
     before = tensorflow._available

@@ -1,4 +1,4 @@
-"""The global seed generator of Keras, which all draws without a generator of their own use."""
+"""Access the global seed generator of Keras, which every random operation without a seed of its own uses."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 def common_state(*, create: bool = False) -> Any:
-    """Return its state, a variable of two integers. Return None if Keras is not loaded, or if nothing was drawn and
-    `create` is False."""
+    """Return the state of the global seed generator, a variable of two integers. Return None if Keras is not loaded, or
+    if nothing has been drawn yet and `create` is False."""
     global_state = sys.modules.get("keras.src.backend.common.global_state")  # present only in Keras 3
     seed_generator = sys.modules.get("keras.src.random.seed_generator")
     if global_state is None or seed_generator is None:

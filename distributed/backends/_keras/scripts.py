@@ -10,30 +10,38 @@ from pathlib import Path
 
 from distributed.errors import ConfigError
 
-_ENGINES = ("tensorflow", "torch", "jax", "numpy", "openvino")  # engines of Keras 3; each has the name of its library
+_ENGINES = ("tensorflow", "torch", "jax", "numpy", "openvino")  # engines of Keras 3, named as their libraries
 _DEFAULT_ENGINE = "tensorflow"
 _MOST_FILES = 50
 
 
-def check_keras_backend(script: Path, wanted: str) -> None:
+def keras_engine(environ: Mapping[str, str]) -> str | None:
+    """Return the engine of Keras in `environ` of a backend's workers, or None if the backend leaves it to Keras."""
+    return environ.get("KERAS_BACKEND")
+
+
+def check_keras_backend(script: Path, environ: Mapping[str, str]) -> None:
     """Raise ConfigError if KERAS_BACKEND names an engine that is not installed and the script imports keras.
 
     Args:
-        wanted: the engine that the backend needs, for the message.
+        script: the script that the workers run.
+        environ: the variables of the backend's workers. Their engine is named in the message.
     """
     chosen = os.environ.get("KERAS_BACKEND")
     if not chosen or (chosen in _ENGINES and importlib.util.find_spec(chosen) is not None):
         return
     if any(name.partition(".")[0] == "keras" for names in imported(script) for name in names):
         what = "is not installed" if chosen in _ENGINES else f"is none of {', '.join(_ENGINES)}"
-        raise ConfigError(f"KERAS_BACKEND={chosen!r} {what}, and {script} imports keras: set KERAS_BACKEND={wanted}")
+        wanted = keras_engine(environ)
+        fix = "unset it" if wanted is None else f"set KERAS_BACKEND={wanted}"
+        raise ConfigError(f"KERAS_BACKEND={chosen!r} {what}, and {script} imports keras: {fix}")
 
 
 def environ_for(script: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return `environ` of a backend's workers, adapted to `script`.
+    """Return `environ`, the environment of a backend's workers, adapted to `script`.
 
-    A script that does not import this package uses no Trainer. Its Keras runs on the engine that the script or Keras
-    chooses.
+    A script that does not import this package uses no Trainer. Its engine of Keras is then left to the script or to
+    Keras.
     """
     chosen = dict(environ)
     is_ours = any(name.partition(".")[0] == "distributed" for names in imported(script) for name in names)
@@ -43,8 +51,8 @@ def environ_for(script: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def imported(script: Path) -> Iterator[set[str]]:
-    """Yield the imported names of the script, then those of each imported file beside it, as far as the files can be
-    read."""
+    """Yield the names that the script imports, then those that each imported file beside it imports. Files that cannot
+    be read or parsed are skipped."""
     waiting, seen = [script], set[Path]()
     while waiting and len(seen) < _MOST_FILES:
         path = waiting.pop()
@@ -63,7 +71,7 @@ def imported(script: Path) -> Iterator[set[str]]:
 
 
 def _names(tree: ast.Module) -> Iterator[str]:
-    """Yield imported modules, names that are imported from modules, and "torch.nn" if it is used as an attribute."""
+    """Yield the imported modules, the names imported from modules, and "torch.nn" if the code uses that attribute."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,4 +1,4 @@
-"""A user's callbacks for Ray Train. They run in Ray's controller and receive each epoch."""
+"""Create a user's callbacks for Ray Train. They run in Ray's controller process and receive each epoch."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def made(names: str | None, request: LaunchRequest) -> list[Any]:
 
 
 def _made(name: str) -> Any:
+    """Import the class `name` and return an object of it."""
     from ray import cloudpickle
     from ray.train import UserCallback
 

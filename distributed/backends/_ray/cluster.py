@@ -1,4 +1,4 @@
-"""The Ray side of a launch: its own cluster or an existing one, and Ray Train on it."""
+"""The Ray side of a launch: start a cluster or join an existing one, and run Ray Train on it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import re
 import secrets
 import socket
 import tempfile
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.joining import join
+from distributed.backends._ray.placing import OnLost, Placement
+from distributed.backends._ray.resources import Missing, Workers, check_cpus, missing, nodes_of
 from distributed.config.registry import import_library
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import LaunchRequest
 from distributed.runs.temporary import claim
 
 _REACH_S = 5.0  # time for the port of an existing cluster to answer
-_ANSWER_S = 20.0  # time for its server to send its first bytes, also on a busy machine
-_JOIN_S = 180.0  # time for joining it, all tries together
+_ANSWER_S = 20.0  # time for the server at this port to send its first bytes, even on a busy machine
+LOOK_S = 1.0  # between two looks at the nodes of a cluster
+JOIN_S = 180.0  # time for joining an existing cluster, for all attempts together
 LOCAL_OBJECT_STORE_BYTES = 10**8
+LONGEST_S = 10.0**7  # of a time limit without an end
 _LONGEST_DIRECTORY = 26
 _ADDRESS = re.compile(r"(?:ray://)?(\[[^\[\]]+\]|[^\[\]/:\s]+):(\d+)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names that mean a different machine on each node
+
+OnMissing = Callable[[str, float], None]  # called with what is missing, and the seconds that are left to wait
 
 
 class Cluster:
@@ -38,9 +45,14 @@ class Cluster:
         self._address: str | None = options.get("address")
         self._group: str | None = options.get("placement_group")
         self._cpus: float = options["cpus"]
+        fewest = request.min_nproc_per_node or request.nproc_per_node
+        self.workers = Workers(request.num_nodes, fewest, self._cpus, request.device == "cuda")
+        # Seconds to wait until the cluster has what the workers need, once it is joined.
+        self.wait_s = LONGEST_S if options.get("wait") is True else float(options.get("wait", 0.0))
         self._callbacks: str | None = options.get("callbacks")
         self._ray: Any = None
-        # directory for the files of its own cluster; the caller that ends the cluster removes it
+        self._placement: Placement | None = None
+        # files of a cluster that `connect` starts; the caller removes the directory after the cluster has ended
         self.scratch: Path | None = None
         if self._address is None:
             self.scratch = new_scratch()
@@ -49,32 +61,41 @@ class Cluster:
     def patience_s(self) -> float:
         """Time limit for `connect`, in seconds."""
         limit = self._request.start_timeout
-        return limit if self._address is None else min(limit, _JOIN_S)
+        return limit if self._address is None else min(limit, JOIN_S)
 
     @property
     def late(self) -> ResourceError:
         """Error to raise if `connect` takes longer than `patience_s`."""
         if self._address is not None:
-            return _unreached(self._address, f"no answer within {self.patience_s:g} s")
+            return unreached(self._address, f"no answer within {self.patience_s:g} s")
         return ResourceError(
             f"Ray did not start on this machine within start_timeout={self.patience_s:g} s: set a longer one"
         )
 
     @property
+    def name(self) -> str:
+        """The name of the cluster for messages."""
+        return "Ray on this machine" if self._address is None else f"the Ray cluster at {self._address}"
+
+    @property
     def host(self) -> str | None:
-        """Host of the existing cluster, as its nodes name it. None for a cluster on this machine. Call `connect`
-        first."""
+        """Host of an existing cluster, under the name that the cluster's nodes use. None for a cluster on this machine.
+        Call `connect` first."""
         if self._address is None:
             return None
         client_address = _host_and_port(self._address) if self._address.startswith("ray://") else None
-        # the address given to Ray's client; the client may reach no other
+        # Use the address that was given to Ray's client, because this machine may reach no other address of the head.
         if client_address is not None and client_address[0] not in _LOOPBACK:
             return client_address[0]
         found = _host_and_port(self._ray.get_runtime_context().gcs_address)
         return found[0] if found is not None else None
 
-    def connect(self, payload_bytes: int) -> None:
-        """Start or join the cluster. Raises ResourceError if it has too few CPUs or cannot be reached."""
+    def connect(self, payload_bytes: int, on_missing: OnMissing) -> None:
+        """Start or join the cluster, and wait at most `wait_s` for the resources of an existing one.
+
+        `on_missing` is called with what is missing and the seconds that are left. Raises ResourceError if the cluster cannot be
+        reached, or has too few resources.
+        """
         self._set_environment()
         self._ray = import_library("ray", "ray")
         quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
@@ -82,18 +103,42 @@ class Cluster:
             try:
                 join(self._ray, self._address, **quiet)
             except ConnectionError as error:
-                raise _unreached(self._address, str(error)) from None
-            self._check_resources()
+                raise unreached(self._address, str(error)) from None
+            self._wait_for_resources(on_missing)
             return
         assert self.scratch is not None
         start_own(self._ray, self.scratch, _local_cpus(), LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes, **quiet)
 
-    def train(self, order: Mapping[str, Any], storage: Path) -> None:
-        """Run the workers until all of them have ended and none is restarted."""
+    def look(self) -> tuple[dict[str, str], Missing | None]:
+        """Return (id -> name of each node that is alive, what the workers lack there). Call `connect` first.
+
+        A trial's placement group is not looked at.
+        """
+        nodes = nodes_of(self._ray.nodes())
+        is_placed = self._group is not None
+        lack = None if is_placed else missing(self.workers, nodes, f"the Ray cluster at {self._address}")
+        return {node.id: node.name for node in nodes}, lack
+
+    def train(self, worker_config: Mapping[str, Any], storage: Path, on_lost: OnLost) -> None:
+        """Run the workers, with their restarts, until all have ended. See `Placement` for `on_lost`, which Ray Train does not need."""
+        placement = Placement(self._ray, self._request, self.workers, worker_config, on_lost)
         if self._group is not None:
-            self._train_in_group(order)
+            placement.run_in_trial(self._group)
+        elif self._request.num_nodes > 1:
+            placement.run_on_nodes()
+        elif self._request.is_elastic:
+            self._placement = placement
+            placement.run_as_many_as_fit()
         else:
-            self._train(order, storage)
+            self._train(worker_config, storage)
+
+    def errors(self) -> tuple[type[Exception], ...]:
+        """Return the classes of errors that Ray raises while its head does not answer. Call `connect` first."""
+        return self._ray.exceptions.RayError, RuntimeError, OSError
+
+    def room(self) -> int:
+        """Return how many workers could be started beside those that run, in a run whose number may change."""
+        return 0 if self._placement is None else self._placement.room()
 
     def leave(self) -> None:
         """Leave the cluster, or end it if `connect` started it."""
@@ -108,11 +153,11 @@ class Cluster:
         os.environ.update({
             "RAY_TRAIN_V2_ENABLED": "1",
             "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": str(request.monitor_interval),
-            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(request.start_timeout),
+            "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(max(request.start_timeout, min(self.wait_s, LONGEST_S))),
             "RAY_CHDIR_TO_TRIAL_DIR": "0",
             "RAY_TRAIN_METRICS_ENABLED": "0",
             "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-            # limit of each of three tries, so that a busy head can answer
+            # time limit of each of Ray's three attempts, long enough for a busy head to answer
             "RAY_CLIENT_INITIAL_CONNECTION_TIMEOUT_S": "10",
         })  # fmt: skip
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -120,18 +165,19 @@ class Cluster:
             os.environ.update({**own_token(), "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"})
             os.environ.pop("RAY_ADDRESS", None)
 
-    def _check_resources(self) -> None:
-        resources = self._ray.cluster_resources()
-        where = f"the Ray cluster at {self._address}"
-        if self._group is None:
-            check_cpus(self._request.nproc_per_node, self._cpus, resources.get("CPU", 0.0), where)
-        if self._request.device == "cuda" and resources.get("GPU", 0) < self._request.nproc_per_node:
-            raise ResourceError(
-                f"nproc_per_node={self._request.nproc_per_node} needs as many GPUs, but {where} has"
-                f" {resources.get('GPU', 0):g}: set nproc_per_node={max(1, int(resources.get('GPU', 0)))}, or --device cpu"
-            )
+    def _wait_for_resources(self, on_missing: OnMissing) -> None:
+        """Wait at most `wait_s` until the workers fit. Raises ResourceError if they do not fit then."""
+        deadline, told = time.monotonic() + self.wait_s, None
+        while (lack := self.look()[1]) is not None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise lack.error()
+            if lack != told:
+                told = lack
+                on_missing(lack.what, left)
+            time.sleep(min(LOOK_S, left))
 
-    def _train(self, order: Mapping[str, Any], storage: Path) -> None:
+    def _train(self, worker_config: Mapping[str, Any], storage: Path) -> None:
         from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
@@ -139,14 +185,13 @@ class Cluster:
         from distributed.backends._ray.worker import train
 
         budget = self._request.max_restarts
-        is_gpu = self._request.device == "cuda"
         # TorchTrainer adds a process group in each Ray worker. Our process group is in the process that the worker
         # starts.
         DataParallelTrainer(
-            train, train_loop_config=dict(order),
+            train, train_loop_config=dict(worker_config),
             scaling_config=ScalingConfig(
-                num_workers=self._request.nproc_per_node, use_gpu=is_gpu,
-                resources_per_worker={"CPU": self._cpus, **({"GPU": 1} if is_gpu else {})},
+                num_workers=self._request.nproc_per_node, use_gpu=self.workers.is_on_gpu,
+                resources_per_worker=self.workers.resources,
             ),
             run_config=RunConfig(
                 name="train", storage_path=str(storage),
@@ -155,50 +200,10 @@ class Cluster:
             ),
         ).fit()  # fmt: skip
 
-    def _train_in_group(self, order: Mapping[str, Any]) -> None:
-        """Run the workers in the placement group of a trial, whose first bundle holds the trial itself. Ray Train
-        would request another group."""
-        from ray.util.placement_group import PlacementGroup
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        from distributed.backends._ray.worker import Restart, work
-
-        ray = self._ray
-        group = PlacementGroup(ray.PlacementGroupID(bytes.fromhex(str(self._group))))
-        bundle_indices = self._bundle_indices(group.bundle_specs)
-        task = ray.remote(max_retries=0)(work)
-        is_wanted = True
-        while is_wanted:
-            tasks = [
-                task.options(
-                    num_cpus=self._cpus, num_gpus=int(self._request.device == "cuda"),
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
-                ).remote(order, rank)
-                for rank, bundle_index in enumerate(bundle_indices)
-            ]  # fmt: skip
-            failed = [_has_failed(ray, each, Restart) for each in tasks]  # the list waits for all tasks
-            is_wanted = any(failed)
-
-    def _bundle_indices(self, bundles: list[dict[str, float]]) -> list[int]:
-        """Return the bundle of each rank. Raises ResourceError if the ranks do not fit."""
-        wanted = {"CPU": self._cpus, **({"GPU": 1.0} if self._request.device == "cuda" else {})}
-        bundle_indices = [
-            index
-            for index, bundle in enumerate(bundles)
-            for _ in range(int(min(bundle.get(name, 0.0) / amount for name, amount in wanted.items())))
-            if index > 0
-        ]
-        processes = self._request.nproc_per_node
-        if len(bundle_indices) < processes:
-            raise ResourceError(
-                f"nproc_per_node={processes} is more than the {len(bundle_indices)} that fit into the trial's placement group beside the"
-                f" trial: give it tune.PlacementGroupFactory([{{'CPU': 1}}] + [{wanted}] * {processes})"
-            )
-        return bundle_indices[:processes]
-
 
 def own_token() -> dict[str, str]:
-    """Return the environment of a private cluster. It reads its token only from there, not from the user's home."""
+    """Return environment variables with a new token for a private cluster. The cluster then ignores a token in the
+    user's home."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
@@ -207,9 +212,10 @@ def start_own(ray: Any, scratch: Path, cpus: int, object_store_bytes: int, **set
     with _on_loopback():
         ray.init(
             "local", num_cpus=cpus, include_dashboard=False, object_store_memory=object_store_bytes,
-            # Ray makes its directories readable for everyone, this one too, so it is placed inside a private directory.
+            # Workaround (Ray 2.60, no upstream issue known; may go when Ray makes this directory private): Ray makes
+            # its directories readable for everyone, this one too, so it is placed inside a private directory.
             _temp_dir=str(claim(scratch) / "r"),
-            # Workers of Ray Train have an environment of their own, so prestarted workers would not be used.
+            # Ray Train's workers need their own environment, so Ray could not use prestarted worker processes.
             _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **settings,
         )  # fmt: skip
 
@@ -218,8 +224,9 @@ def start_own(ray: Any, scratch: Path, cpus: int, object_store_bytes: int, **set
 def _on_loopback() -> Iterator[None]:
     """Make Ray's servers listen on the loopback interface only.
 
-    On Linux Ray replaces a given 127.0.0.1 by another address of this machine, and its servers then listen on all
-    interfaces (Ray 2.60, `ENABLE_RAY_CLUSTER`). On macOS it does not. This can go when Ray keeps the given address.
+    Workaround (Ray 2.60, ray-project/ray#26293; may go when Ray keeps the given address): on Linux Ray replaces a given
+    127.0.0.1 by another address of this machine, and its servers then listen on all interfaces (`ENABLE_RAY_CLUSTER`).
+    On macOS it does not.
     """
     constants: Any = importlib.import_module("ray._private.ray_constants")
     before = constants.ENABLE_RAY_CLUSTER
@@ -238,10 +245,16 @@ def new_scratch() -> Path:
 
 
 def check_placement(address: str | None, processes: int, cpus: float) -> None:
-    """Raise ResourceError if the workers have no place, as far as that is known without Ray."""
+    """Raise an error if the address cannot be a Ray cluster or this machine has too few CPUs. Does not load Ray."""
     if address is None:
         check_cpus(processes, cpus, _local_cpus(), "this machine")
-    elif (host_and_port := _host_and_port(address)) is not None:
+    else:
+        check_address(address)
+
+
+def check_address(address: str) -> None:
+    """Raise an error if the address is none of a Ray cluster, or no cluster listens there. Does not load Ray."""
+    if (host_and_port := _host_and_port(address)) is not None:
         _reach(address, *host_and_port)
     elif address != "auto":
         scheme, _, rest = address.rpartition("://")
@@ -250,31 +263,8 @@ def check_placement(address: str | None, processes: int, cpus: float) -> None:
         raise ConfigError(f"{_setting(address)} is not of the form HOST:PORT or ray://HOST:PORT: set it to {like}")
 
 
-def check_cpus(processes: int, cpus: float, there: float, where: str) -> None:
-    """Raise ResourceError if there are too few CPUs. Ray would wait for them for ever."""
-    if processes * cpus <= there:
-        return
-    if there < cpus:
-        raise ResourceError(
-            f"ray.cpus_per_worker={cpus:g} is more than the {there:g} CPUs of {where}: set it to {there:g}"
-        )
-    raise ResourceError(
-        f"nproc_per_node={processes} with ray.cpus_per_worker={cpus:g} needs {processes * cpus:g} CPUs, but {where} has"
-        f" {there:g}: set nproc_per_node={int(there / cpus)}, or ray.cpus_per_worker={int(1000 * there / processes) / 1000:g}"
-    )
-
-
 def _local_cpus() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def _has_failed(ray: Any, task: Any, wanted: type[Exception]) -> bool:
-    """Wait for a worker. Return True if its end requires all workers to start again."""
-    try:
-        ray.get(task)
-    except (wanted, ray.exceptions.WorkerCrashedError, ray.exceptions.NodeDiedError):
-        return True
-    return False
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
@@ -284,12 +274,12 @@ def _host_and_port(address: str) -> tuple[str, int] | None:
 
 
 def _setting(address: str) -> str:
-    """Return the address with the name of the setting that gave it."""
+    """Return `NAME='ADDRESS'`, with the name of the setting or variable from which the address comes."""
     name = "RAY_ADDRESS" if address == os.environ.get("RAY_ADDRESS") else "address"
     return f"{name}={address!r}"
 
 
-def _unreached(address: str, output: str) -> ResourceError:
+def unreached(address: str, output: str) -> ResourceError:
     """Return the error for a cluster that Ray cannot reach."""
     if address == "auto":
         return ResourceError(
@@ -304,7 +294,10 @@ def _unreached(address: str, output: str) -> ResourceError:
 
 
 def _reach(address: str, host: str, port: int) -> None:
-    """Raise ResourceError if nothing listens, or something other than Ray. Ray itself would wait there for ever."""
+    """Raise ResourceError if no Ray cluster listens at the address.
+
+    Workaround (Ray 2.60, no upstream issue known; may go when `ray.init` has a time limit): Ray would wait for ever.
+    """
     try:
         connection = socket.create_connection((host, port), timeout=_REACH_S)
     except socket.gaierror as error:

@@ -1,28 +1,48 @@
-"""Joining an existing cluster with time limits. Ray's client alone may wait for minutes or for ever."""
+"""Find an existing cluster, and join it within time limits.
+
+Workaround (Ray 2.60, no upstream issue known; may go when `ray.init` and Ray's client have time limits): both may wait
+for minutes or for ever.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
 import os
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
-_TRIES = 10  # on a busy head one try in five may fail
-_SERVER_S = 45.0  # time for the process that serves this client to come up; the head itself gives up after 30 s
+_TRIES = 10  # on a busy head one attempt in five may fail
+_SERVER_S = 45.0  # time for the process that serves this client to start; the head itself gives up after 30 s
 _ADDRESS_CHARACTERS = 1000
-_LAST_WORDS_S = 1.0  # time for a failed connection to end by itself
+_LAST_WORDS_S = 1.0  # time for a failed connection to close by itself
+
+
+def connected() -> str | None:
+    """Return the cluster that the caller is connected to, or the one in RAY_ADDRESS, or None."""
+    client = sys.modules.get("ray.util.client")
+    # Workaround (Ray 2.60, no upstream issue known; may go when Ray has a public name for the client's address): the
+    # client may not reach the cluster's own address.
+    if client is not None and client.ray.is_connected():
+        return f"ray://{client.ray.get_context().client_worker._conn_str}"
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        address: str = ray.get_runtime_context().gcs_address
+        return address
+    from_environ = os.environ.get("RAY_ADDRESS")
+    return from_environ if from_environ and from_environ != "local" else None
 
 
 def join(ray: Any, address: str, **settings: Any) -> None:
     """Call `ray.init` for the cluster at `address`. Raises ConnectionError.
 
-    The server of ray:// forks a process for each client. Sometimes that process dies at once or never comes up, because
-    of gRPC's handlers in a fork (ray-project/ray#63202), so we try again with a new process. A head under
-    GRPC_ENABLE_FORK_SUPPORT=0 does not have the problem. The tries can go when the oldest supported Ray has that issue
-    fixed.
+    Workaround (Ray 2.60, ray-project/ray#63202; the tries may go when the oldest supported Ray has that issue fixed):
+    the server of ray:// forks a process for each client. Sometimes that process dies at once or never comes up, because
+    of gRPC's handlers in a fork, so we try again with a new process. A head under GRPC_ENABLE_FORK_SUPPORT=0 does not
+    have the problem.
     """
     if not address.startswith("ray://"):
         ray.init(_own_cluster() if address == "auto" else address, **settings)
@@ -43,10 +63,10 @@ def join(ray: Any, address: str, **settings: Any) -> None:
 
 
 def _own_cluster() -> str:
-    """Return the cluster that `auto` means: one that this user or root started on this machine.
+    """Return the address that `auto` means: that of a cluster which this user or root started on this machine.
 
-    Ray 2.60 accepts a cluster that any user's process or file names, and unpickles its answers. This can go when Ray
-    checks the owner. Raises ConnectionError if there is none.
+    Workaround (Ray 2.60, no upstream issue known; may go when Ray checks the owner): Ray accepts a cluster that any
+    user's process or file names, and unpickles its answers. Raises ConnectionError if there is none.
     """
     if (from_environ := os.environ.get("RAY_ADDRESS", "auto")) != "auto":
         return from_environ
@@ -64,7 +84,8 @@ def _pids() -> list[Path]:
 
 
 def _address_of(process: Path) -> str | None:
-    """Return the address of the head in the command line of a raylet of this user or root."""
+    """Return the head's address from the command line of `process`, or None if it is not a raylet of this user or
+    root."""
     with contextlib.suppress(OSError):
         words = process.joinpath("cmdline").read_text(errors="replace").split("\0")
         if Path(words[0]).name.startswith("raylet") and process.stat().st_uid in (0, os.geteuid()):
@@ -86,10 +107,11 @@ def _written_address() -> str | None:
 
 
 class _ConnectionWatch:
-    """Close the connection of Ray's client when no answer is to be expected.
+    """Close the connection of Ray's client when no answer can be expected any more.
 
-    If the server has no process for the client, the client waits for an answer; after an error it still waits for the
-    log of that process.
+    Workaround (Ray 2.60, no upstream issue known; may go when Ray's client has a time limit for this): if the server
+    has no process for the client, the client waits for an answer; after an error it still waits for the log of that
+    process.
     """
 
     def __init__(self) -> None:
@@ -99,11 +121,12 @@ class _ConnectionWatch:
         self._thread.start()
 
     def end(self) -> None:
-        """Stop watching. The connection is established or has failed."""
+        """Stop watching. Called when the connection is established or has failed."""
         self._is_over.set()
         self._thread.join()
 
     def _look(self) -> None:
+        """Close the client's connection when it has waited too long. Runs in the watching thread."""
         client = importlib.import_module("ray.util.client").ray
         deadline = None
         while not self._is_over.wait(0.1):

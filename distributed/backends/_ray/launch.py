@@ -1,49 +1,58 @@
-"""Launcher over Ray: Ray Train places the workers and restarts them; this launcher judges and shows what happened.
+"""Launcher over Ray: Ray Train places and restarts the workers; this launcher decides how an attempt ended and displays
+it.
 
-Ray runs in a process of its own. In the launcher's process the rendezvous server and the workers' output have a thread each, and the
-main thread judges.
+Ray runs in a separate process. In the launcher's process one thread runs the rendezvous server, one reads the workers'
+output, and the main thread decides whether to restart.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import os
-import queue
 import secrets
+import signal
 import socket
+import threading
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._ray.cluster import Cluster
+from distributed.backends._ray.cluster import LOOK_S, Cluster
+from distributed.backends._ray.patience import Patience
 from distributed.backends._ray.rendezvous import RendezvousServer, WorkerConnections, attach
 from distributed.errors import ConfigError, DistributedError, ResourceError
+from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
-from distributed.launching.epochs import Epochs, Row, write_row
+from distributed.launching.epochs import Epochs, write_line
 from distributed.launching.listening import loopback_environ, reachable_address
+from distributed.launching.nodes import names_of
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.script import check_script
 from distributed.launching.secret import VARIABLE
 from distributed.launching.stopping import Signals, Stop
-from distributed.launching.subreaper import Report, Subreaper
+from distributed.launching.subreaper import Subreaper
 from distributed.launching.variables import THREAD_VARIABLES, set_thread_variables
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
+from distributed.runs.processes import REGROUP_SIGNAL, STOP_SIGNALS
 from distributed.runs.summary import close_results
+from distributed.state import EpochMetrics, OnEvent
 
-_RAY_ENDS_S = 30.0  # time for Ray's orderly end when the work is done; then it is killed
+_NODE_LOST_S = 60.0  # for Ray to notice that a node is lost; by default it takes up to 50 s
+_LAST_LOOK_S = 5.0  # time for a look at the nodes of the cluster to end
+_RAY_ENDS_S = 30.0  # time for Ray to shut down when the run is over; after that it is killed
 
 
 def serve(request: LaunchRequest) -> int:
-    """Run the job of `request` in workers that Ray places, and return the exit code. Raises DistributedError before
-    the first worker starts."""
+    """Run the job of `request` in workers that Ray places, and return the exit code. Raises DistributedError if the run
+    fails before the first worker starts."""
     if request.script is not None and request.payload is None:
         check_script(request.script)
     cluster = Cluster(request)
@@ -62,9 +71,10 @@ def serve(request: LaunchRequest) -> int:
 
 
 def _threads(request: LaunchRequest) -> dict[str, str]:
-    """Return the thread variables of a worker if they are not this machine's share.
+    """Return the variables for a worker's number of threads that replace the default, the worker's share of this
+    machine.
 
-    These are the variables that the user set and, on an existing cluster, the number of CPUs that Ray reserves for each
+    They are the variables that the user set and, on an existing cluster, the number of CPUs that Ray reserves for each
     worker.
     """
     from_environ = {name: value for name in THREAD_VARIABLES if (value := os.environ.get(name))}
@@ -75,24 +85,25 @@ def _threads(request: LaunchRequest) -> dict[str, str]:
 
 
 class _Launch:
-    """One run."""
+    """One launch over Ray: its worker attempts, their verdicts and the thread and process that run beside it."""
 
     def __init__(
         self, request: LaunchRequest, run: RunDirectory, cluster: Cluster, signals: Signals, display: Display,
         threads: dict[str, str],
     ) -> None:  # fmt: skip
         self._request, self._run, self._cluster, self._display = request, run, cluster, display
-        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()  # "joined", "begun", "stop", or Ray has ended: "left"
+        self._patience = Patience(run, display, request.node_timeout)
         self._verdicts = Verdicts(request, run, display)
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._output = WorkerOutput(run, display, side, self._verdicts.add, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
-        self._server = RendezvousServer(
-            request.nproc_per_node, signals, self._stop, self._send, self._begin, self._add_news
-        )
+        self._server = RendezvousServer(signals, self._stop, self._send, self._begin, self._add_news)
+        self._world_size = 0  # of the newest attempt
+        self._names: dict[int, str] = {}  # of its nodes
+        self._count, self._room = WorkerCount(request), 0  # of workers that could be started beside those that run
         self._attempt, self._threads = 0, threads
         self._run_id = uuid.uuid4().hex
-        # the error for which Ray, or this launcher, could not start the workers
+        # why Ray or this launcher could not start the workers
         self._error: DistributedError | None = None
 
     def run(self) -> int:
@@ -120,37 +131,64 @@ class _Launch:
         ]
 
     def _watch(self) -> bool:
-        """Judge attempts until the run is over. Return False if it was stopped, or never started, before any
-        verdict."""
+        """Wait for the verdict on each attempt until the run is over. Return False if the run ended without a verdict,
+        because it was stopped or did not start."""
         if self._news_within(self._cluster.patience_s, self._cluster.late) != "joined":
             return False
-        left, patience = self._request.max_restarts, self._request.start_timeout
+        left, limit = self._request.max_restarts, self._request.start_timeout
+        fewest = self._cluster.workers.num_nodes * self._cluster.workers.per_node
         too_few = ResourceError(
-            f"Ray did not start {self._request.nproc_per_node} workers within start_timeout={patience:g} s: free CPUs of its"
-            " cluster ('ray status' shows them), or set a longer one"
+            f"Ray did not start {fewest} workers within start_timeout={limit:g} s: free CPUs"
+            f"{' and GPUs' if self._request.device == 'cuda' else ''} of its cluster ('ray status' shows them), or set a longer one"
         )
-        while self._news_within(patience, too_few) == "begun":
+        seconds, before, is_failure = max(limit, self._cluster.wait_s), 0, False
+        while (news := self._news_within(seconds, too_few, "start_timeout")) == "begun":
+            left += is_failure and self._world_size < before  # nodes were lost, so nothing has failed
+            before = self._world_size
+            self._count.begin()
             while (verdict := self._verdicts.judge(left)) is Verdict.AT_WORK:
-                continue
-            self._server.end_attempt(restart=verdict is Verdict.RESTART)
-            if verdict is not Verdict.RESTART:
+                if self._stop.signum or not self._verdicts.trains:
+                    continue
+                if self._count.may_grow(self._room, has_saved=self._verdicts.has_saved):
+                    self._server.send_to_all(op="signal", signum=int(REGROUP_SIGNAL))  # the workers save and end
+            if verdict is Verdict.OVER and self._has_lost_a_node():
+                verdict = Verdict.REGROUP
+            is_failure = verdict is Verdict.RESTART
+            goes_on = is_failure or verdict is Verdict.REGROUP
+            self._server.end_attempt(restart=goes_on)
+            if not goes_on:
                 return True
-            left -= 1
+            left, seconds = left - is_failure, limit
+        if news == "left" and not self._stop.signum and self._error is None:
+            how = f"{self._cluster.name} has ended before the run, as when the head of a cluster is lost"
+            self._error = ResourceError(f"{how}: see {self._run.logs / 'ray.log'}")
         return False
 
-    def _news_within(self, seconds: float, late: DistributedError) -> str:
-        """Return the next news. If none arrives in time, set the error `late`: Ray itself may wait for ever."""
-        try:
-            return self._news.get(timeout=seconds)
-        except queue.Empty:
-            self._error = late
-            return "late"
+    def _has_lost_a_node(self) -> bool:
+        """Return whether the workers of an elastic run failed because a node left the cluster.
+
+        Ray may notice this later than the launcher notices that workers have gone without an exit status, or that workers on
+        other nodes have lost their connections.
+        """
+        cause = self._verdicts.cause
+        may_be = self._server.num_lost or (cause is not None and cause.is_consequence)
+        if not self._request.is_elastic or not may_be:
+            return False
+        deadline = time.monotonic() + _NODE_LOST_S
+        while not self._stop.signum and time.monotonic() < deadline and not self._patience.has_lost_a_node:
+            time.sleep(0.1)
+        return not self._stop.signum and self._patience.has_lost_a_node
+
+    def _news_within(self, seconds: float, late: DistributedError, name: str = "") -> str:
+        """Wait at most `seconds` for news, and return them. If there are none, record the error and return "late"."""
+        news = self._patience.news_within(seconds, late, name)
+        self._error = self._error or self._patience.error
+        return news
 
     def _wait_for_ray(self) -> None:
-        """Wait for Ray's orderly end, at most `_RAY_ENDS_S` seconds after the last news."""
-        with contextlib.suppress(queue.Empty):
-            while self._news.get(timeout=_RAY_ENDS_S) == "begun":
-                continue
+        """Wait until Ray has shut down, at most `_RAY_ENDS_S` seconds after the last news."""
+        while self._patience.news_within(_RAY_ENDS_S, ResourceError(""), "") == "begun":
+            continue
 
     def _warn_of_strangers(self) -> None:
         count = self._server.listener.num_refused
@@ -168,64 +206,113 @@ class _Launch:
             return code
         close_results(self._run, error.exit_code, str(error), end_elsewhere)
         self._run.event("not_started", cause=str(error))
-        if self._request.payload is not None:  # the caller of `fit` raises it
+        if self._request.payload is not None:  # the process that called `fit` raises the error
             return error.exit_code
         raise error
 
     # ------------------------------------------------------------------ Ray's process
 
-    def _ray(self, report: Report) -> None:
-        """Run Ray until it ends, or report why it cannot run."""
+    def _ray(self, on_event: OnEvent) -> None:
+        """Run Ray until it ends, or report why it cannot run. Called in Ray's process."""
         logging.basicConfig(level=logging.WARNING)
+        if self._cluster.scratch is None:
+            # A job of Ray that is stopped gets SIGTERM in all of its processes. This one ends after the workers have saved.
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        is_over = threading.Event()
+        watch = threading.Thread(target=self._watch_nodes, args=(on_event, is_over), name="nodes of Ray", daemon=True)
         try:
             payload = Path(self._request.payload).read_bytes() if self._request.payload is not None else None
-            self._cluster.connect(len(payload or b""))
+            self._cluster.connect(
+                len(payload or b""), lambda what, left: on_event({"news": "missing", "what": what, "left": left})
+            )
             address = reachable_address(self._cluster.host)
             self._server.listener.listen(address)
-            report({"news": "joined"})
-            self._cluster.train(self._order(address, payload), self._run.logs.absolute() / "ray")
+            on_event({"news": "joined"})
+            if self._cluster.scratch is None:
+                watch.start()
+            self._cluster.train(
+                self._worker_config(address, payload), self._run.logs.absolute() / "ray",
+                lambda attempt: on_event({"news": "lost", "attempt": attempt}),
+            )  # fmt: skip
         except DistributedError as error:
-            report({"news": "failed", "error": str(error), "exit_code": error.exit_code})
+            on_event({"news": "failed", "error": str(error), "exit_code": error.exit_code})
         except BaseException as error:  # the top frame of a process: the parent must receive every error
             logging.getLogger(__name__).exception("Ray failed")
             lines = [line for line in str(error).splitlines() if line.strip()]
             text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
-            report(
+            on_event(
                 {"news": "failed", "error": f"Ray failed ({text}): see {self._run.logs / 'ray.log'}", "exit_code": 3}
             )
         finally:
+            is_over.set()
+            if watch.ident is not None:
+                watch.join(_LAST_LOOK_S)  # after `leave`, a look could start a cluster
             self._cluster.leave()
 
-    def _order(self, address: str, payload: bytes | None) -> dict[str, Any]:
-        """Return the order that every worker receives when Ray starts it."""
+    def _watch_nodes(self, on_event: OnEvent, is_over: threading.Event) -> None:
+        """Report the nodes that leave the cluster, and what the workers then lack. Runs in a thread of Ray's process."""
+        alive, lack = self._cluster.look()
+        roomy, is_silent = 0, False
+        while not is_over.wait(LOOK_S):
+            before, lacked = alive, lack
+            try:
+                now = self._cluster.look()
+                room = self._cluster.room()
+            except self._cluster.errors() as error:  # the head does not answer, which may pass
+                if not is_silent:
+                    logging.getLogger(__name__).warning("the cluster does not say what it has: %s", error)
+                is_silent = True
+                continue
+            is_silent, (alive, lack) = False, now
+            gone = sorted(before.keys() - alive.keys())
+            if room != roomy:
+                roomy = room
+                on_event({"news": "room", "count": room})
+            if gone or lack != lacked:
+                on_event({"news": "nodes", "gone": gone, "what": None if lack is None else lack.what})
+
+    def _worker_config(self, address: str, payload: bytes | None) -> dict[str, Any]:
+        """Return the configuration that every worker receives when Ray starts it."""
         request = dataclasses.replace(self._request, started_lines=())
         return {
             "address": address, "port": self._server.listener.port, "token": self._server.token,
-            # The user's own secret is not sent: whoever may use the cluster can read what Ray carries.
+            # Send a new secret, not the user's own: every user of the cluster can read what Ray transmits.
             "secret": secrets.token_hex(32),
             "request": json.loads(request.to_json()), "payload": payload, "cwd": str(Path.cwd()), "run_dir": request.run_dir,
         }  # fmt: skip
 
     # ------------------------------------------------------------------ the output's thread
 
-    def _report(self, row: Row) -> None:
+    def _report(self, metrics: EpochMetrics) -> None:
         """Report a finished epoch to Ray and to the caller of `fit`."""
-        self._server.order(op="report", metrics=row)
-        write_row(self._request.epochs_fd, row)
+        self._server.send_to_all(op="report", metrics=metrics)
+        write_line(self._request.epochs_fd, metrics)
 
     # ------------------------------------------------------------------ the rendezvous server's thread
 
-    def _add_news(self, news: str, error: str | None = None, exit_code: int = 3) -> None:
-        """Record the news from Ray's process or a stop, with an error if there is one."""
+    def _add_news(
+        self, news: str, error: str | None = None, exit_code: int = 3, *, gone: Sequence[str] = (), what: str | None = None,
+        left: float = 0.0, count: int = 0,
+    ) -> None:  # fmt: skip
+        """Record news from Ray's process, or that a stop was requested, with the error if there is one."""
+        if news == "nodes":
+            self._patience.saw_nodes(gone, what)
+            return
+        if news == "room":
+            self._room = count
+            return
+        if news == "missing":
+            self._patience.put((str(what), left))
+            return
         if error is not None and self._error is None:
             self._error = ConfigError(error) if exit_code == ConfigError.exit_code else ResourceError(error)
-        self._news.put(news)
+        self._patience.put(news)
 
     def _send(self, **message: Any) -> None:
         self._channel.send(json.dumps(message).encode())
 
     def _begin(self, workers: dict[int, WorkerConnections]) -> None:
-        """Start the workers of an attempt with their ranks, after all have connected."""
+        """Start the training processes of an attempt, after all its workers have connected."""
         blind = [worker for worker in workers.values() if not worker.hello["sees_run"]]
         if blind:
             self._error = ResourceError(
@@ -234,10 +321,28 @@ class _Launch:
             )
             self._server.end_attempt(restart=False)
             return
+        if 0 < self._world_size != len(workers):
+            text = f"going on with {len(workers)} process{'es' * (len(workers) > 1)}"
+            self._display.handle({"kind": "notice", "text": text})
+        self._world_size = len(workers)
         attach(self._output, workers)
-        self._verdicts.begin({rank: rank for rank in workers}, self._attempt)
+        names = node_names(workers)
+        self._verdicts.begin(
+            {rank: rank for rank in workers}, self._attempt, names if len({*names.values()}) > 1 else {}
+        )
+        by_node = dict(enumerate(dict.fromkeys(names.values())))
+        if len(by_node) > 1 and by_node != self._names:
+            self._display.handle({"kind": "notice", "text": names_of(by_node)})
+        self._names = by_node
+        self._patience.begin({worker.hello["node"]: names[rank] for rank, worker in workers.items()})
         environments = self._environments(workers)
         num_nodes = 1 + max(environment.node_rank for environment in environments)
+        is_even = len({environment.local_world_size for environment in environments}) == 1
+        even = num_nodes if is_even else 1
+        processes = {"num_nodes": even, "nproc_per_node": len(workers) // even}
+        if self._request.is_elastic:  # the workers know the most of them, which sets the global batch
+            processes = {"num_nodes": 1, "nproc_per_node": self._request.nproc_per_node}
+        nodes = {worker.hello["node"]: worker.hello["addresses"] for worker in workers.values()}
         for environment, worker in zip(environments, workers.values(), strict=True):
             own = loopback_environ() if self._cluster.scratch is not None else {}
             environ = {
@@ -246,18 +351,21 @@ class _Launch:
                 **gpus_beside(worker, workers.values()),
                 **self._threads,
             }
-            worker.send(op="start", environ=environ, restart_count=self._attempt, store=self._store_file())
+            worker.send(
+                op="start", environ=environ, restart_count=self._attempt, store=self._store_file(), processes=processes,
+                nodes=[*nodes.values()], node_rank=environment.node_rank,
+            )  # fmt: skip
         self._attempt += 1
-        self._news.put("begun")
+        self._patience.put("begun")
 
     def _store_file(self) -> str | None:
-        """Return the file of the store for this attempt's workers, or None on an existing cluster, where they use a
-        port of rank 0."""
+        """Return the file of the store for this attempt's workers. Return None on an existing cluster, where the store
+        is on a port of rank 0."""
         scratch = self._cluster.scratch
         return str(scratch / f"store-{self._attempt}") if scratch is not None else None
 
     def _environments(self, workers: dict[int, WorkerConnections]) -> list[WorkerEnvironment]:
-        """Return the environment of every rank. Ranks of one node are consecutive, as Ray Train numbers them."""
+        """Return the environment of every rank. Ray Train gives the workers of one node consecutive ranks."""
         nodes = list(dict.fromkeys(worker.hello["node"] for worker in workers.values()))
         first = workers[0].hello
         environments: list[WorkerEnvironment] = []
@@ -279,10 +387,22 @@ class _Launch:
         )
 
 
-def gpus_beside(worker: WorkerConnections, workers: Iterable[WorkerConnections]) -> dict[str, str]:
-    """Return the GPUs of all workers on the node of `worker`.
+def node_names(workers: Mapping[int, WorkerConnections]) -> dict[int, str]:
+    """Return rank -> name of its node: the host name, with the address if several nodes have the same."""
+    hosts = {worker.hello["node"]: worker.hello["host"] for worker in workers.values()}
+    return {
+        rank: worker.hello["host"]
+        if list(hosts.values()).count(worker.hello["host"]) == 1
+        else f"{worker.hello['host']} ({worker.hello['address']})"
+        for rank, worker in workers.items()
+    }
 
-    As under torchrun, every worker sees them all, and LOCAL_RANK selects its own. Ray shows a worker only its own GPU.
+
+def gpus_beside(worker: WorkerConnections, workers: Iterable[WorkerConnections]) -> dict[str, str]:
+    """Return CUDA_VISIBLE_DEVICES with the GPUs of all workers on the node of `worker`.
+
+    As under torchrun, every worker sees all of them, and LOCAL_RANK selects its own. Ray would show a worker only its
+    own GPU.
     """
     gpus = [gpu for other in workers if other.hello["node"] == worker.hello["node"] for gpu in other.hello["gpus"]]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}

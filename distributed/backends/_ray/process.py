@@ -1,6 +1,8 @@
-"""Training process that a Ray worker starts: `python process.py PARENT`. It reads its request from standard input.
+"""Run the training process that a Ray worker starts: `python process.py PARENT`. The request is read from standard
+input.
 
-It is run by its path and not with -m, so that the working directory is not on the path before the request says so.
+The file is run by its path and not with -m, because -m would put the working directory on `sys.path` even if the
+request does not.
 """
 
 from __future__ import annotations
@@ -20,19 +22,21 @@ def main(parent: int) -> None:
     from distributed.runs.processes import die_with_parent
 
     die_with_parent(parent)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # Ray's workers block SIGINT
+    # Workaround (Ray 2.60, ray-project/ray#31805; may go when processes that a Ray worker starts receive SIGINT): Ray
+    # blocks SIGINT in its workers, and their child processes inherit the signal mask.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    order = json.loads(sys.stdin.buffer.read())
-    os.environ.update(order["environ"])
-    request = LaunchRequest.from_json(json.dumps(order["request"]))
+    command = json.loads(sys.stdin.buffer.read())
+    os.environ.update(command["environ"])
+    request = LaunchRequest.from_json(json.dumps(command["request"]))
     code = 1
     try:
         for name in request.preload:
             importlib.import_module(name)
-        code = run_worker(request, order, order["fds"])
+        code = run_worker(request, command, command["fds"])
     except KeyboardInterrupt:  # Ctrl-C before the script began
         code = 128 + signal.SIGINT
-    except BaseException:  # the top frame of a process: report every error
+    except BaseException:  # top frame of a process: report every error
         sys.excepthook(*sys.exc_info())
     finally:
         os._exit(code)

@@ -1,8 +1,8 @@
-"""Rendezvous of the launcher with the workers that Ray placed, on one machine or on several, over TCP.
+"""Connect the launcher over TCP with the workers that Ray placed, on one machine or on several.
 
-A Ray worker opens four connections: one for orders, and three that become the stdout, stderr and control pipe of its process. Each
-connection begins with a line that is sealed with the token of this launch. On the connection for orders all further lines are
-sealed too. The token itself is sent through Ray only.
+A Ray worker opens four connections: one for commands, and three that become the stdout, stderr and control pipe of its
+process. Each connection begins with a line that is sealed with the token of this launch. On the connection for commands
+all further lines are sealed too. The token itself is sent only through Ray.
 """
 
 from __future__ import annotations
@@ -19,80 +19,89 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from distributed.backends._ray.listener import HELLO, WorkerListener
-from distributed.backends._ray.seal import LINE_BYTES, Seal
 from distributed.launching.output import WorkerOutput
+from distributed.launching.seal import LINE_BYTES, Seal
+from distributed.launching.sealed_listener import HELLO, SealedListener
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.subreaper import Subreaper
 from distributed.runs.processes import STOP_SIGNALS
 
+# A machine that is silent for ten seconds counts as lost: (level, option, value) of its connections.
+_KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
+)  # fmt: skip
 STREAMS = ("stdout", "stderr", "control")
-_KINDS = ("orders", *STREAMS)
+_KINDS = ("commands", *STREAMS)
 
 
 @dataclasses.dataclass
 class WorkerConnections:
-    """The connections of one Ray worker of this attempt, on the side of the launcher."""
+    """The launcher's side of the connections with one Ray worker of this attempt."""
 
-    orders: Seal  # seal of the lines that the worker receives
+    commands: Seal  # seal of the lines that the worker receives
     answers: Seal  # seal of the lines that the worker sends
     sockets: dict[str, socket.socket] = dataclasses.field(default_factory=dict)
     hello: dict[str, Any] = dataclasses.field(default_factory=dict)
     rest: bytes = b""
     has_ended: bool = False
 
-    def send(self, **order: Any) -> None:
-        """Send an order. Do nothing if the worker has gone or has not opened its connection for orders yet."""
+    def send(self, **command: Any) -> None:
+        """Send a command. Do nothing if the worker has gone or has not opened its connection for commands yet."""
         with contextlib.suppress(OSError, KeyError):
-            self.sockets["orders"].sendall(self.orders.close(order))
+            self.sockets["commands"].sendall(self.commands.close(command))
 
 
 class RendezvousServer:
-    """A thread that accepts the workers, starts an attempt when all have connected, and passes orders and signals on to them.
+    """A thread that accepts the workers, starts an attempt when all of them have connected, and sends them commands and
+    signals.
 
     `send` is called when a stop is requested and when a worker ends. `on_complete` is called with the workers of an attempt by
-    rank, when all of them have connected. `add_news` is called when a stop is requested and with the reports of Ray's process.
+    rank, when all of them have connected. `add_news` is called when a stop is requested and with the events of Ray's process.
     """
 
     def __init__(
         self,
-        world_size: int,
         signals: Signals,
         stop: Stop,
         send: Callable[..., None],
         on_complete: Callable[[dict[int, WorkerConnections]], None],
         add_news: Callable[..., None],
     ) -> None:
-        self._world_size, self._signals, self._stop = world_size, signals, stop
+        self._signals, self._stop = signals, stop
         self._send, self._on_complete, self._add_news = send, on_complete, add_news
         self._lock = threading.RLock()
-        self._joining: dict[str, WorkerConnections] = {}  # by the name that each has drawn
+        self._joining: dict[str, WorkerConnections] = {}  # by each worker's random name
         self._joined: dict[int, WorkerConnections] = {}  # the workers of a complete attempt, by rank
-        self._is_over = False  # if True, workers that Ray still starts are refused
+        self._broken = 0  # attempts up to this number have lost a worker, and begin no more
+        self.num_lost = 0  # workers of this attempt that have gone without an exit status, as when their node is lost
+        self._is_over = False  # if True, workers that Ray starts later are refused
         self.token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
-        self.listener = WorkerListener(self._selector, self.token, self._admit)
+        self.listener = SealedListener(self._selector, self.token, self._admit)
         self._selector.register(signals, selectors.EVENT_READ, self._read_signals)
         self._thread = threading.Thread(target=self._serve, name="workers of Ray", daemon=True)
 
     def start(self, ray: Subreaper) -> None:
-        """Start the thread. It accepts workers when Ray's process has reported that it has opened the port."""
-        self._selector.register(ray.reports, selectors.EVENT_READ, lambda _: self._read_reports(ray))
+        """Start the thread. It accepts workers once Ray's process has reported that it listens on the port."""
+        self._selector.register(ray.events, selectors.EVENT_READ, lambda _: self._read_events(ray))
         self._thread.start()
 
-    def order(self, **order: Any) -> None:
-        """Send an order to every worker of this attempt."""
+    def send_to_all(self, **command: Any) -> None:
+        """Send a command to every worker of this attempt."""
         with self._lock:
             for worker in self._joined.values():
-                worker.send(**order)
+                worker.send(**command)
 
     def end_attempt(self, *, restart: bool) -> None:
-        """End this attempt and its workers. With `restart` Ray starts them again, and they are the next attempt.
+        """End this attempt and its workers. With `restart` Ray starts the workers of the next attempt.
 
-        Without `restart` workers that connect later are refused. Ray may restart workers that it saw die in any case.
+        Without `restart`, workers that connect later are refused: Ray may restart workers that died, whatever the
+        launcher decides.
         """
         with self._lock:
-            self.order(op="end", restart=restart)
+            self.send_to_all(op="end", restart=restart)
             self._joined = {}
             if not restart:
                 self._is_over = True
@@ -107,12 +116,12 @@ class RendezvousServer:
                         key.data(key.fileobj)
                 self.listener.send_late_away()
                 if self._stop.is_due():
-                    self.order(op="kill")
-        except BaseException as error:  # the top frame of a thread: report its end to the thread that waits
+                    self.send_to_all(op="kill")
+        except BaseException as error:  # top frame of a thread: report the error to the thread that waits
             self._add_news(
                 "failed", error=f"the launcher stopped listening to its workers ({type(error).__name__}: {error})"
             )
-            self.order(op="kill")
+            self.send_to_all(op="kill")
             for worker in [*self._joined.values()]:
                 self._end_worker(worker, -9)
             raise
@@ -127,7 +136,7 @@ class RendezvousServer:
             if number not in STOP_SIGNALS:
                 continue
             if is_first := self._stop.add(number):
-                self.order(op="signal", signum=self._stop.signum)
+                self.send_to_all(op="signal", signum=self._stop.signum)
             if is_first or number == signal.SIGINT:
                 self._send(
                     op="stop", signum=self._stop.signum, is_first=is_first, interrupts=self._stop.interrupts,
@@ -135,39 +144,45 @@ class RendezvousServer:
                 )  # fmt: skip
             self._add_news("stop")
 
-    def _read_reports(self, ray: Subreaper) -> None:
-        reports = ray.read()
-        for report in reports or ():
-            if report["news"] == "joined":
+    def _read_events(self, ray: Subreaper) -> None:
+        events = ray.read()
+        for event in events or ():
+            if event["news"] == "lost":
+                self._break(event["attempt"])
+                continue
+            if event["news"] == "joined":
                 self.listener.open()
-            self._add_news(**report)
-        if reports is None:
-            self._selector.unregister(ray.reports)
+            self._add_news(**event)
+        if events is None:
+            self._selector.unregister(ray.events)
             self._add_news("left")
 
     # ------------------------------------------------------------------ arrivals
 
     def _admit(self, connection: socket.socket, hello: dict[str, Any]) -> None:
-        """Take a connection of a worker, or close it if the run is over."""
+        """Add a connection to its worker, or close the connection if the run is over."""
         if self._is_over:
             connection.close()
             return
+        _keep_alive(connection)
         name = str(hello["worker"])
         worker = self._joining.setdefault(name, WorkerConnections(*seals(self.token, name)))
         worker.sockets[hello["kind"]] = connection
-        if hello["kind"] == "orders":
+        if hello["kind"] == "commands":
             worker.hello = hello
             self._selector.register(connection, selectors.EVENT_READ, lambda _: self._read_answers(worker))
+            if 0 < (hello.get("attempt") or 0) <= self._broken:
+                self._send_back([name])
         self._complete()
 
     def _complete(self) -> None:
-        """Begin the attempt if every rank has opened all of its connections."""
-        ready = {
-            worker.hello["rank"]: worker for worker in self._joining.values() if len(worker.sockets) == len(_KINDS)
-        }
-        if len(ready) < self._world_size:
+        """Begin the attempt if every rank of a group of workers has opened all of its connections."""
+        ready = [worker for worker in self._joining.values() if len(worker.sockets) == len(_KINDS)]
+        size = ready[-1].hello["world_size"] if ready else 0
+        group = {worker.hello["rank"]: worker for worker in ready if worker.hello["world_size"] == size}
+        if not ready or len(group) < size:
             return
-        self._joining, self._joined = {}, dict(sorted(ready.items()))
+        self._joining, self._joined, self.num_lost = {}, dict(sorted(group.items())), 0
         self._on_complete(self._joined)
 
     # ------------------------------------------------------------------ ends
@@ -175,7 +190,7 @@ class RendezvousServer:
     def _read_answers(self, worker: WorkerConnections) -> None:
         data = b""
         with contextlib.suppress(OSError):
-            data = worker.sockets["orders"].recv(65536)
+            data = worker.sockets["commands"].recv(65536)
         *lines, worker.rest = (worker.rest + data).split(b"\n")
         answers = [worker.answers.open(line) for line in lines]
         for answer in filter(None, answers):
@@ -185,16 +200,39 @@ class RendezvousServer:
             self._drop(worker)
 
     def _drop(self, worker: WorkerConnections) -> None:
-        self._selector.unregister(worker.sockets["orders"])
-        self._end_worker(worker, -9)  # a worker that reports no exit status was killed together with its process
+        self._selector.unregister(worker.sockets["commands"])
+        if worker in self._joined.values() and not worker.has_ended:
+            self.num_lost += 1
+        # A worker that reports no exit status was killed together with its training process.
+        self._end_worker(worker, -9)
+        is_joining = worker in self._joining.values()
         self._joining = {key: other for key, other in self._joining.items() if other is not worker}
-        worker.sockets["orders"].close()
+        worker.sockets["commands"].close()
+        if is_joining and (attempt := worker.hello.get("attempt")) is not None:
+            self._break(attempt)
+
+    def _break(self, attempt: int) -> None:
+        """Begin this attempt no more, because it has lost a worker before all had connected: the others start again with the next.
+
+        Of an attempt that has begun, no worker is told anything here, because its verdict decides.
+        """
+        self._broken = max(self._broken, attempt)
+        self._send_back([name for name, worker in self._joining.items() if worker.hello.get("attempt") == attempt])
+
+    def _send_back(self, names: list[str]) -> None:
+        for name in names:
+            self._joining.pop(name).send(op="end", restart=True)
 
     def _end_worker(self, worker: WorkerConnections, status: int) -> None:
         if worker.has_ended or worker not in self._joined.values():
             return
         worker.has_ended = True
         self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time())
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    for level, option, value in _KEEPALIVE:
+        connection.setsockopt(level, option, value)
 
 
 def attach(output: WorkerOutput, workers: Mapping[int, WorkerConnections]) -> None:
@@ -204,27 +242,27 @@ def attach(output: WorkerOutput, workers: Mapping[int, WorkerConnections]) -> No
 
 
 def seals(token: str, worker: str) -> tuple[Seal, Seal]:
-    """Return the seals of the orders to a worker and of its answers. Both sides create them."""
-    return Seal(token, f"orders to {worker}"), Seal(token, f"answers of {worker}")
+    """Return two seals, for the commands to a worker and for its answers. Both sides create the same seals."""
+    return Seal(token, f"commands to {worker}"), Seal(token, f"answers of {worker}")
 
 
 @dataclasses.dataclass
 class LauncherConnections:
-    """The connections of a Ray worker to the rendezvous server, on the side of the worker."""
+    """The worker's side of the connections of a Ray worker with the rendezvous server."""
 
     sockets: dict[str, socket.socket]
-    orders: Seal
+    commands: Seal
     answers: Seal
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the launcher's orders until it closes the connection or a line is not sealed by it."""
-        with contextlib.suppress(OSError), self.sockets["orders"].makefile("rb") as lines:
-            while (line := lines.readline(LINE_BYTES)) and (order := self.orders.open(line)) is not None:
-                yield order
+        """Yield the launcher's commands until the launcher closes the connection or the seal of a line is wrong."""
+        with contextlib.suppress(OSError), self.sockets["commands"].makefile("rb") as lines:
+            while (line := lines.readline(LINE_BYTES)) and (command := self.commands.open(line)) is not None:
+                yield command
 
     def send(self, **answer: Any) -> None:
         """Send an answer to the launcher."""
-        self.sockets["orders"].sendall(self.answers.close(answer))
+        self.sockets["commands"].sendall(self.answers.close(answer))
 
 
 def connect(address: str, port: int, token: str, hello: Mapping[str, Any]) -> LauncherConnections:
@@ -234,6 +272,7 @@ def connect(address: str, port: int, token: str, hello: Mapping[str, Any]) -> La
     for kind in _KINDS:
         sockets[kind] = socket.create_connection((address, port), timeout=30)
         sockets[kind].settimeout(None)
-        first = {"kind": kind, "worker": worker, **(hello if kind == "orders" else {})}
+        _keep_alive(sockets[kind])
+        first = {"kind": kind, "worker": worker, **(hello if kind == "commands" else {})}
         sockets[kind].sendall(Seal(token, HELLO).close(first))
     return LauncherConnections(sockets, *seals(token, worker))

@@ -1,14 +1,17 @@
-"""Start of a run on Ray: on an existing cluster, on its own one, or inside a trial of Ray Tune."""
+"""Start of a run on Ray: on an existing cluster, on a cluster of its own, or inside a trial of Ray Tune."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from distributed.backends._ray.cluster import check_placement
+from distributed.backends._ray.asking import ask
+from distributed.backends._ray.cluster import JOIN_S, check_address, check_placement, unreached
+from distributed.backends._ray.joining import connected
+from distributed.backends._ray.resources import RayNode, Workers, missing, nodes_of
 from distributed.backends.starting import TorchStarting
+from distributed.config.plan import plan_processes
 from distributed.errors import ConfigError
 from distributed.launching.environments.registry import worker_environment
 
@@ -17,6 +20,7 @@ if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import ProcessPlan
     from distributed.config.settings import DistributedConfig
+    from distributed.state import EpochMetrics
 
 
 class RayStarting(TorchStarting):
@@ -32,7 +36,36 @@ class RayStarting(TorchStarting):
         else:
             made = RayBackend(merged, config.options("ddp"), plan)
         _check_trial(config.options("ray"))
+        if config.is_elastic and config.options("ray").callbacks is not None:
+            raise ConfigError(
+                "ray.callbacks are called by Ray Train, which does not place a number of workers that may change: drop them, or set"
+                f" nproc_per_node={config.nproc_per_node}"
+            )
+        if config.num_nodes > 1 and config.options("ray").callbacks is not None:
+            raise ConfigError(
+                f"ray.callbacks are called by Ray Train, which num_nodes={config.num_nodes} does not use: drop one of them"
+            )
         return made
+
+    def plan(self, config: DistributedConfig) -> ProcessPlan:
+        """Return the processes. The GPUs of the cluster count if one is joined, and those of this machine otherwise."""
+        address = config.address or connected()
+        if address is None or _trial() is not None:
+            return plan_processes(config)
+        options, found = config.options("ray"), list[RayNode]()
+
+        def count_gpus() -> int:
+            found.extend(_nodes(address, config.start_timeout, is_given=config.address is not None))
+            return _gpus_to_plan(config, found)
+
+        plan = plan_processes(config, count_gpus)
+        if found and not config.wait:
+            is_on_gpu = plan.device == "cuda"
+            fewest = config.min_nproc_per_node or plan.nproc_per_node
+            workers = Workers(plan.num_nodes, fewest, options.cpus_per_worker, is_on_gpu)
+            if (lack := missing(workers, found, f"the Ray cluster at {address}")) is not None:
+                raise lack.error()
+        return plan
 
     def groups(self, options: Any) -> tuple[str, ...]:
         return (options.engine,)
@@ -43,7 +76,7 @@ class RayStarting(TorchStarting):
     def launcher(self) -> str:
         trial = _trial()
         has_own_processes = trial is not None and trial["bundles"] == 1
-        # A single bundle holds the trial with all its resources, so its processes are children of the trial.
+        # With a single bundle, all resources belong to the trial's own process, so training processes are its children.
         return super().launcher() if has_own_processes else "distributed.backends._ray.launch"
 
     def launcher_options(self, config: DistributedConfig, plan: ProcessPlan) -> dict[str, Any]:
@@ -57,12 +90,50 @@ class RayStarting(TorchStarting):
                 "placement_group": trial["placement_group"],
                 "cpus": options.cpus_per_worker,
             }
-        address = config.address or _connected()
-        check_placement(address, plan.world_size, options.cpus_per_worker)
-        return {"address": address, "cpus": options.cpus_per_worker, "callbacks": options.callbacks}
+        address = config.address or connected()
+        check_placement(address, config.min_nproc_per_node or plan.world_size, options.cpus_per_worker)
+        return {
+            "address": address,
+            "cpus": options.cpus_per_worker,
+            "callbacks": options.callbacks,
+            "wait": config.wait,
+        }
 
-    def on_epoch(self, config: DistributedConfig) -> Callable[[Mapping[str, Any]], None] | None:
+    def on_epoch(self, config: DistributedConfig) -> Callable[[EpochMetrics], None] | None:
         return _report if config.options("ray").report_to_tune and _is_in_tune() else None
+
+
+def _nodes(address: str, patience_s: float, *, is_given: bool) -> list[RayNode]:
+    """Return the nodes of the cluster. Raises ResourceError if it cannot be reached.
+
+    Unless the settings give the address, this process may be connected to the cluster already.
+    """
+    client, ray = sys.modules.get("ray.util.client"), sys.modules.get("ray")
+    is_client = client is not None and client.ray.is_connected()
+    if not is_given and ray is not None and (is_client or ray.is_initialized()):
+        return nodes_of(ray.nodes())
+    check_address(address)
+    try:
+        return nodes_of(ask(address, min(patience_s, JOIN_S)))
+    except (ConnectionError, TimeoutError) as error:
+        raise unreached(address, str(error)) from None
+
+
+def _gpus_to_plan(config: DistributedConfig, nodes: Sequence[RayNode]) -> int:
+    """Return the number of GPUs of each node for `plan_processes`: those of all nodes together if Ray chooses the nodes.
+
+    If GPUs are asked for, or there are some but too few, the number is large enough. `missing` then says what is missing.
+    """
+    sizes = sorted((int(node.gpus) for node in nodes), reverse=True)
+    if config.num_nodes == 1:
+        there = sum(sizes)
+    else:
+        there = sizes[config.num_nodes - 1] if config.num_nodes <= len(sizes) else 0
+    is_asked = bool(config.num_gpus or config.gpus_per_node or config.device == "cuda")
+    if not is_asked and not any(sizes):
+        return 0
+    of_node = -(-config.num_gpus // config.num_nodes) if config.num_gpus else 1
+    return max(there, config.gpus_per_node or config.nproc_per_node or of_node)
 
 
 def _check_trial(options: Any) -> None:
@@ -77,24 +148,9 @@ def _check_trial(options: Any) -> None:
         )
 
 
-def _connected() -> str | None:
-    """Return the cluster that the caller is connected to, or the one in RAY_ADDRESS, or None."""
-    client = sys.modules.get("ray.util.client")
-    if (
-        client is not None and client.ray.is_connected()
-    ):  # the client may not reach the cluster's own address; Ray has no public name for this one
-        return f"ray://{client.ray.get_context().client_worker._conn_str}"
-    ray = sys.modules.get("ray")
-    if ray is not None and ray.is_initialized():
-        address: str = ray.get_runtime_context().gcs_address
-        return address
-    from_environ = os.environ.get("RAY_ADDRESS")
-    return from_environ if from_environ and from_environ != "local" else None
-
-
 def _trial() -> dict[str, Any] | None:
-    """Return the Ray actor or task in which this code runs, with its resources, or None elsewhere. A trial of Ray
-    Tune is one."""
+    """Return the address and placement group of the Ray actor or task in which this code runs, such as a trial of Ray
+    Tune. Return None outside of Ray's workers."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
@@ -110,18 +166,19 @@ def _trial() -> dict[str, Any] | None:
 
 
 def _is_in_tune() -> bool:
-    """Return True in a trial of Ray Tune that runs a function. Other trials have no `tune.report`."""
+    """Return True in a trial of Ray Tune that runs a function. Trials of other kinds cannot call `tune.report`."""
     reporting = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
     return reporting is not None and bool(reporting._in_tune_session())
 
 
-def _report(row: Mapping[str, Any]) -> None:
-    """Report an epoch and wait until Tune has taken it. Raises SystemExit if Tune stops the trial."""
+def _report(metrics: EpochMetrics) -> None:
+    """Report an epoch to Ray Tune and wait until Tune has received it. Raises SystemExit if Tune stops the trial."""
     from ray import tune
     from ray.train._internal.session import get_session
 
-    # Ray Tune ends the trial's process without waiting for this thread (Ray 2.60), although a stop may take ten
-    # minutes. Make it wait until the thread has saved and left. This can go when Ray Tune waits by itself.
+    # Workaround (Ray 2.60, no upstream issue known; may go when Ray Tune waits by itself): Ray Tune ends the trial's
+    # process without waiting for this thread, although a stop may take ten minutes. Make it wait until the thread has
+    # saved and left.
     thread = get_session().training_thread
     thread.join = lambda timeout=None: type(thread).join(thread)
-    tune.report(dict(row))
+    tune.report(dict(metrics))

@@ -1,7 +1,7 @@
-"""Code inside a Ray worker: start one training process and supervise it until the launcher's last order.
+"""Code that runs in a Ray worker: start one training process and supervise it until the launcher's last command.
 
-The training needs a process of its own, because Ray calls a train function in a thread. In a thread signal handlers do
-not work, a script cannot be `__main__`, and output goes through Ray's own logs.
+Training needs a separate process, because Ray calls a train function in a thread. In a thread signal handlers do not
+work, a script cannot be `__main__`, and output goes to Ray's own logs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from typing import Any
 
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect
 from distributed.launching.listening import reachable_address
+from distributed.launching.nodes import Node, interface_environ, this_node
 from distributed.launching.secret import VARIABLE
 from distributed.runs.temporary import temporary_directory
+from distributed.state import EpochMetrics
 
 _READ_S = 10.0  # time for the launcher to read the last output of a process
 
@@ -31,17 +33,19 @@ class Restart(RuntimeError):
     """Raised by the train function to make Ray start all workers again."""
 
 
-def train(order: Mapping[str, Any]) -> None:
-    """Train function for Ray Train. `order` contains the address of the launcher and the request of the process."""
+def train(worker_config: Mapping[str, Any]) -> None:
+    """Train function for Ray Train. `worker_config` contains the address of the launcher and the request for the process."""
     import ray.train
 
-    rank = ray.train.get_context().get_world_rank()
-    work(order, rank, lambda metrics: _report(metrics, rank))
+    context = ray.train.get_context()
+    rank = context.get_world_rank()
+    work(worker_config, rank, context.get_world_size(), lambda metrics: _report(metrics, rank))
 
 
-def _report(metrics: Mapping[str, Any], rank: int) -> None:
+def _report(metrics: EpochMetrics, rank: int) -> None:
     """Report the metrics of an epoch to Ray Train. A collective: every rank calls it.
 
+    Workaround (Ray 2.60, no upstream issue known; may go when Ray Train stores metrics that come without a checkpoint):
     Ray stores metrics only together with a checkpoint. Rank 0 therefore reports a checkpoint that holds only the
     metrics; the real checkpoints are in the run directory.
     """
@@ -55,32 +59,39 @@ def _report(metrics: Mapping[str, Any], rank: int) -> None:
         ray.train.report(dict(metrics), checkpoint=ray.train.Checkpoint.from_directory(str(temporary)))
 
 
-def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+def work(
+    worker_config: Mapping[str, Any], rank: int, world_size: int, on_epoch: Callable[[EpochMetrics], None] | None = None
+) -> None:
     """Run the process of rank `rank` until it ends. Raises Restart if the launcher wants all processes to start again.
 
     Args:
-        order: address of the launcher, and the request of the process.
+        worker_config: address of the launcher, and the request for the process.
         rank: rank of the process.
-        report: called with the metrics of each epoch, in a thread of its own, because it may wait for other ranks.
+        world_size: number of processes that Ray has started together with this one.
+        on_epoch: called with the metrics of each epoch, in a thread of its own, because it may wait for other ranks.
     """
     import ray
 
     hello = {
-        "rank": rank, "node": ray.get_runtime_context().get_node_id(), "host": socket.gethostname(),
-        "address": reachable_address(order["address"]), "port": _free_port(),
+        "rank": rank, "world_size": world_size, "attempt": worker_config.get("attempt"),
+        "node": ray.get_runtime_context().get_node_id(), "host": socket.gethostname(),
+        "address": reachable_address(worker_config["address"]), "port": _free_port(),
         "gpus": ray.get_runtime_context().get_accelerator_ids().get("GPU", []),
-        "sees_run": Path(order["cwd"], order["run_dir"], ".lock").exists(),
+        "addresses": this_node(worker_config["address"]).to_dict(),
+        "sees_run": Path(worker_config["cwd"], worker_config["run_dir"], ".lock").exists(),
     }  # fmt: skip
-    launcher = connect(order["address"], order["port"], order["token"], hello)
-    orders = launcher.read()
-    start = next(orders, {"op": "end", "restart": False})
-    if start["op"] != "start":
+    launcher = connect(worker_config["address"], worker_config["port"], worker_config["token"], hello)
+    commands = launcher.read()
+    start = next(commands, {"op": "end", "restart": False})
+    if start["op"] != "start":  # the run has ended, or another worker was lost before all had connected
+        if start["restart"]:
+            raise Restart(f"rank {rank} starts again")
         return
-    process = _start(order, start, [launcher.sockets[kind] for kind in STREAMS])
-    verdict = _Orders(process)
-    threads = [threading.Thread(target=verdict.listen, args=(orders,), daemon=True)]
-    if report is not None:
-        threads.append(threading.Thread(target=verdict.pass_on, args=(report,), daemon=True))
+    process = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS])
+    verdict = _Commands(process)
+    threads = [threading.Thread(target=verdict.listen, args=(commands,), daemon=True)]
+    if on_epoch is not None:
+        threads.append(threading.Thread(target=verdict.pass_on, args=(on_epoch,), daemon=True))
     for thread in threads:
         thread.start()
     _report_end(launcher, process.wait())
@@ -93,12 +104,12 @@ def work(order: Mapping[str, Any], rank: int, report: Callable[[Mapping[str, Any
 
 
 def _report_end(launcher: LauncherConnections, status: int) -> None:
-    """Report how the process ended, after the launcher has read all of its output. Messages on different connections
-    may overtake each other."""
+    """Report the exit status of the process, after the launcher has read all of its output. Without the wait the status
+    could arrive first, because it is sent on another connection."""
     for kind in STREAMS:
         launcher.sockets[kind].shutdown(
             socket.SHUT_WR
-        )  # end of the stream, even if a child of the process still holds it
+        )  # ends the stream, even if a child of the process still has it open
     for kind in STREAMS:
         launcher.sockets[kind].settimeout(_READ_S)
         with contextlib.suppress(OSError):
@@ -106,55 +117,69 @@ def _report_end(launcher: LauncherConnections, status: int) -> None:
     launcher.send(status=status)
 
 
-class _Orders:
-    """Execute the launcher's orders until the last one."""
+class _Commands:
+    """Execute the launcher's commands until the last one."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-        self._metrics: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
         self.is_restart = False
 
-    def listen(self, orders: Iterable[Mapping[str, Any]]) -> None:
-        """Execute orders until the process is to end. A closed connection ends it too."""
-        for order in orders:
-            if order["op"] == "signal":
-                self._process.send_signal(order["signum"])
-            elif order["op"] == "kill":
+    def listen(self, commands: Iterable[Mapping[str, Any]]) -> None:
+        """Execute commands until the command "end" arrives or the launcher closes the connection. Then kill the
+        training process."""
+        for command in commands:
+            if command["op"] == "signal":
+                self._process.send_signal(command["signum"])
+            elif command["op"] == "kill":
                 self._process.kill()
-            elif order["op"] == "report":
-                self._metrics.put(order["metrics"])
-            elif order["op"] == "end":
-                self.is_restart = order["restart"]
+            elif command["op"] == "report":
+                self._metrics.put(command["metrics"])
+            elif command["op"] == "end":
+                self.is_restart = command["restart"]
                 break
         self._metrics.put(None)
         self._process.kill()
 
-    def pass_on(self, report: Callable[[Mapping[str, Any]], None]) -> None:
-        """Call `report` with the metrics that the launcher sends, until its last order."""
+    def pass_on(self, on_epoch: Callable[[EpochMetrics], None]) -> None:
+        """Call `on_epoch` with the metrics that the launcher sends, until the launcher's last command."""
         while (metrics := self._metrics.get()) is not None:
-            report(metrics)
+            on_epoch(metrics)
 
 
-def _start(order: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]) -> subprocess.Popen[bytes]:
-    """Start the process. It inherits `streams` and reads the rest from its standard input."""
-    request, fds = dict(order["request"]), [stream.fileno() for stream in streams]
+def _start(
+    worker_config: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]
+) -> subprocess.Popen[bytes]:
+    """Start the training process. It inherits `streams` and reads everything else from its standard input."""
+    # The request has the processes that the nodes of this attempt have, not those that were asked for.
+    request, fds = {**worker_config["request"], **start["processes"]}, [stream.fileno() for stream in streams]
     with tempfile.TemporaryFile() as payload:
-        if order["payload"] is not None:
-            payload.write(order["payload"])
+        if worker_config["payload"] is not None:
+            payload.write(worker_config["payload"])
             payload.flush()
             request["payload"] = f"/proc/self/fd/{payload.fileno()}"
         process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("process.py")), str(os.getpid())], cwd=order["cwd"], stdin=subprocess.PIPE,
-            pass_fds=[*fds, payload.fileno()], start_new_session=True,
+            [sys.executable, str(Path(__file__).with_name("process.py")), str(os.getpid())],
+            cwd=_working_dir(worker_config["cwd"]), stdin=subprocess.PIPE, pass_fds=[*fds, payload.fileno()], start_new_session=True,
         )  # fmt: skip
     assert process.stdin is not None
     with process.stdin:
         environ = {
+            **interface_environ([Node.of(each) for each in start["nodes"]], start["node_rank"]),
             **start["environ"],
-            VARIABLE: order["secret"],
+            VARIABLE: worker_config["secret"],
         }  # the key with which workers sign messages in their store
         process.stdin.write(json.dumps({"request": request, "fds": fds, **start, "environ": environ}).encode())
     return process
+
+
+def _working_dir(of_launcher: str) -> str:
+    """Return the directory of the training process: that of the launcher, or this node's copy if a job of Ray has uploaded it
+    and the copies have different paths."""
+    import ray
+
+    is_uploaded = ray.get_runtime_context().runtime_env.get("working_dir") is not None
+    return str(Path.cwd()) if is_uploaded and not Path(of_launcher).is_dir() else of_launcher
 
 
 def _free_port() -> int:

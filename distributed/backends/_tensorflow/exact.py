@@ -1,8 +1,8 @@
-"""Exact constants for Keras in float64.
+"""Keep constants exact when Keras computes in float64.
 
-TensorFlow's `cast` rounds a Python number to float32 first, as its documentation says, and two activations of Keras
-round their factors (Keras 3.15, TensorFlow 2.21). That changes weights by 1e-9 and more after some updates. This can go
-when Keras converts Python numbers to the wanted type directly.
+Workaround (Keras 3.15 on TensorFlow 2.21, tensorflow/tensorflow#57779; may go when Keras converts Python numbers to the
+wanted type directly): TensorFlow's `cast` rounds a Python number to float32 first, as its documentation says, and two
+activations of Keras round their factors. That changes weights by 1e-9 and more after some updates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from keras.src.backend import tensorflow as engine
 
 @contextlib.contextmanager
 def exact_constants() -> Iterator[None]:
-    """Trace graphs within the block with exact constants: factors of regularizers, slopes, scales."""
+    """Within the block, trace graphs with exact constants, such as regularization factors, slopes and scales."""
     replaced = [
         (backend, "cast"),
         (engine, "cast"),

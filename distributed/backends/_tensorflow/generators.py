@@ -1,5 +1,5 @@
-"""A rank's random generators: those of Keras's layers, the global ones of Keras and TensorFlow, numpy's and
-Python's."""
+"""Seed, save and restore a rank's random generators: the generators of Keras's layers, and the global generators of
+Keras, TensorFlow, numpy and Python."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from keras.src.backend.common import global_state
 
 from distributed.backends._keras.names import model_variables, seed_names
 from distributed.backends._tensorflow.replicas import Replicas
-from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.checkpoints.tensor_file import WORDS, RawTensor, read_raw, write_tensors
 from distributed.data import sample_seed
 from distributed.errors import CheckpointError
 
-_WORDS = {"uint32": "U32", "int64": "I64", "int32": "I32", "float64": "F64", "uint64": "U64"}
-
 
 class Generators:
-    """Random streams of training. The generators of the process continue afterwards as if training had not drawn
-    from them."""
+    """Random generators of training. Training has its own states of the generators; the caller's states of numpy's and
+    Python's generators are restored after training."""
 
     def __init__(self, replicas: Replicas, rank: int) -> None:
-        """Number the streams of the replicas of rank `rank` as if each replica were a rank."""
+        """Give each replica of this process a random stream of its own.
+
+        Replicas are numbered over all processes. `rank` is the number of the first replica of this process.
+        """
         self._replicas, self._streams = replicas, range(rank, rank + replicas.number)
         self._own: tuple[Any, Any] | None = None
         self._is_inside = False
@@ -35,9 +36,9 @@ class Generators:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Use our states of numpy's and Python's global generators within the block, and restore the caller's
-        afterwards."""
-        if self._is_inside:  # nested use: a callback evaluates
+        """Give numpy's and Python's global generators the states of training within the block, and restore the caller's
+        states afterwards."""
+        if self._is_inside:  # nested, because a callback evaluates during a fit
             yield
             return
         callers = random.getstate(), numpy.random.get_state()
@@ -53,7 +54,7 @@ class Generators:
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
-        """Restore every generator after the block: the draws of a metric must not change the numbers of training."""
+        """Restore every generator after the block, because random draws of a metric must not change training."""
         before = random.getstate(), numpy.random.get_state()
         copies = [copy for replica in range(self._replicas.number) for copy in self._copies(replica).values()]
         states = [copy.numpy() for copy in copies]
@@ -79,18 +80,18 @@ class Generators:
                 own.assign(words.reshape(tuple(own.shape)).astype(_dtype(own)))
 
     def _own_copy(self, name: str, variable: Any, replica: int) -> Any:
-        """Return replica `replica`'s copy of a state, or None if all replicas share that of the first one."""
+        """Return the copy of a state that `replica` uses, or None if it uses the one of the first replica."""
         copies = self._replicas.copies(variable) if name.startswith("keras.") else ()
         return copies[replica] if copies else variable if replica == 0 else None
 
     def _variables(self) -> dict[str, Any]:
-        """Return the states, by name, of Keras's seed generators and of `tf.random.get_global_generator`, if that
-        exists."""
+        """Return by name the states of Keras's seed generators, and of TensorFlow's global generator if the process has
+        created one."""
         found: dict[str, Any] = {}
         if self.model is not None and self.model.built:
             seeds = seed_names(self.model)
             states = [variable for name, variable in model_variables(self.model).items() if name in seeds]
-            # Number the states: Keras counts the layers of a process, so names differ in the next process.
+            # Use numbers as names. Keras's own names count the layers of the process, so another process has others.
             found = {f"keras.{number}": variable for number, variable in enumerate(states)}
         own = global_state.get_global_attribute("global_seed_generator")
         if own is not None:
@@ -122,11 +123,11 @@ class Generators:
         }
         path = directory / "rng" / f"rank-{self._streams[replica]}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
-        raw = [RawTensor(name, _WORDS[str(a.dtype)], a.shape, a.tobytes) for name, a in states.items()]
+        raw = [RawTensor(name, WORDS[str(a.dtype)], a.shape, a.tobytes) for name, a in states.items()]
         write_tensors(path, raw, {"python.version": str(version)})
 
     def load(self, directory: Path) -> bool:
-        """Restore this rank's states bit for bit. Return False if no states of this engine were saved for it."""
+        """Restore this rank's states bit for bit. Return False if TensorFlow saved no states for this rank."""
         return all(self._load(directory, replica) for replica in range(self._replicas.number))
 
     def _load(self, directory: Path, replica: int) -> bool:
@@ -148,7 +149,7 @@ class Generators:
 
 
 def _array(tensor: RawTensor) -> Any:
-    dtype = {word: name for name, word in _WORDS.items()}.get(tensor.dtype, "uint8")
+    dtype = {word: name for name, word in WORDS.items()}.get(tensor.dtype, "uint8")
     return numpy.frombuffer(tensor.read(), dtype).reshape(tensor.shape if dtype != "uint8" else -1)
 
 

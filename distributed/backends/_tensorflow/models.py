@@ -23,15 +23,15 @@ _POLICIES = {"bf16": "mixed_bfloat16", "fp16": "mixed_float16"}
 
 
 def policy_of(config: DistributedConfig, mixed_precision: str) -> str:
-    """Return Keras's name for the element types of a run."""
+    """Return the name of Keras's dtype policy for a run, such as "mixed_bfloat16"."""
     return _POLICIES.get(mixed_precision, config.dtype)
 
 
 def build_model(model_or_factory: Any, config: DistributedConfig, policy: str, replicas: Replicas | None = None) -> Any:
-    """Return the given model, or what the given factory makes after seeding, with the element types `policy`.
+    """Return the given model, or the model that the given factory makes after seeding, with the dtype policy `policy`.
 
-    A model with other element types, or with variables outside of `replicas`, is made again from its own configuration
-    with the same weights.
+    A model with another policy, or with variables that do not belong to `replicas`, is made again from its own
+    configuration with the same weights.
     """
     if isinstance(model_or_factory, keras.Model):
         is_right = _follows(model_or_factory, policy) and (replicas is None or replicas.holds(model_or_factory))
@@ -51,7 +51,7 @@ def build_model(model_or_factory: Any, config: DistributedConfig, policy: str, r
 
 @contextlib.contextmanager
 def _default(policy: str) -> Iterator[None]:
-    """Give new layers the element types `policy` within the block."""
+    """Give new layers the dtype policy `policy` within the block."""
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
@@ -61,7 +61,7 @@ def _default(policy: str) -> Iterator[None]:
 
 
 def _follows(model: Any, policy: str) -> bool:
-    """Return True if all layers have the element types `policy`. For float64 the inputs must have it too."""
+    """Return True if all layers have the dtype policy `policy`. For float64 the inputs must be float64 too."""
     read = {layer.dtype for layer in model._flatten_layers() if isinstance(layer, keras.layers.InputLayer)}
     return _policy_names(model) <= {policy} and not (policy == "float64" and "float32" in read)
 
@@ -73,6 +73,8 @@ def _policy_names(model: Any) -> set[str]:
 
 
 def _rebuilt(model: Any, policy: str) -> Any:
+    """Return a copy of `model` with the dtype policy `policy`, the same values, and the same compiled loss and
+    metrics."""
     try:
         content = _with_policy(keras.saving.serialize_keras_object(model), policy)
         content.pop("compile_config", None)
@@ -103,7 +105,7 @@ def _where() -> str:
 
 
 def _compile_alike(model: Any, made: Any) -> None:
-    """Give `made` the loss and metrics of `model`. The optimizer is taken from the original."""
+    """Compile `made` with the loss and metrics of `model`. The optimizer of `made` is never used."""
     loss, metrics = model._compile_loss, model._compile_metrics
     made.compile(
         optimizer="sgd",
@@ -115,12 +117,12 @@ def _compile_alike(model: Any, made: Any) -> None:
 
 
 def _with_policy(content: Any, policy: str) -> Any:
-    """Return a serialized model with the element types of every layer replaced."""
+    """Return a serialized model with the dtype policy of every layer replaced."""
     if isinstance(content, dict):
         if content.get("class_name") == "DTypePolicy":
             return {**content, "config": {"name": policy}}
         if content.get("class_name") == "InputLayer" and policy == "float64" and "float" in content["config"]["dtype"]:
-            return {**content, "config": {**content["config"], "dtype": policy}}  # a model casts its batch to this type
+            return {**content, "config": {**content["config"], "dtype": policy}}  # the batch is cast to this type
         return {key: _with_policy(value, policy) for key, value in content.items()}
     return [_with_policy(value, policy) for value in content] if isinstance(content, list) else content
 
@@ -132,12 +134,16 @@ def copy_values(source: Any, target: Any) -> None:
 
 
 def statistics(model: Any) -> list[Any]:
-    """Return the moving averages of a model as variables of TensorFlow."""
+    """Return the moving averages of a model as TensorFlow variables."""
     return [v.value for v in model.non_trainable_variables if "float" in str(v.dtype)]
 
 
 def with_weights(model_or_factory: Any, directory: Path, config: DistributedConfig, policy: str) -> Any:
-    """Return the model of a checkpoint. If `model_or_factory` is a model, it gets the weights too."""
+    """Return a model with the weights of a checkpoint.
+
+    The returned model may be a copy of the user's own model, with another dtype policy. The weights are then copied to
+    the user's model too.
+    """
     with floats_of(config.dtype):
         built = build_model(model_or_factory, config, policy)
     files.load_model(built, directory)
@@ -146,7 +152,8 @@ def with_weights(model_or_factory: Any, directory: Path, config: DistributedConf
 
 
 def give_back(trained: Any, original: Any) -> None:
-    """Copy the trained weights to the user's own model, if another model was made of it for its element types."""
+    """Copy the trained weights to `original`, the user's own model, if `trained` is another model that was made from
+    it."""
     if isinstance(original, keras.Model) and original is not trained:
         if not original.built and trained.built:
             original.build_from_config(trained.get_build_config())
@@ -154,13 +161,13 @@ def give_back(trained: Any, original: Any) -> None:
 
 
 def build(model: Any, batch: Any, predict: Callable[[Any], Any]) -> None:
-    """Create the variables of a model that needs a first batch for that. `predict` calls the model."""
+    """Create the variables of a model that creates them at its first call. `predict` calls the model."""
     if not model.built:
         predict(tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:1]), batch))
 
 
 def check_model(model: Any, data_parallel_size: int) -> None:
-    """Refuse layers that would silently not do what they say."""
+    """Raise ConfigError for layers with options that have no effect in our step."""
     for layer in model._flatten_layers():
         if data_parallel_size > 1 and getattr(layer, "synchronized", False):
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Losses and metrics of a batch while a graph is traced. A Keras model gives the same ones on every engine."""
+"""Compute the loss and metrics of a batch while a graph is traced. A Keras model has the same ones on every engine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ class MeasuredBatch:
     count: Any
     is_counted: bool  # whether the loss returned the count itself
     metrics: MetricSums
-    calls: Calls  # arguments of the metrics over all samples
+    calls: Calls  # metric over all samples -> its arguments
 
 
-class Objective:
-    """Call the model on a batch and measure it. What is chosen at the first batch is reported once."""
+class TensorFlowObjective:
+    """Call the model on a batch, and compute its loss and metrics. Defaults that are chosen at the first batch are
+    reported once."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class Objective:
         """Store the settings of a fit.
 
         Args:
-            metrics: metrics by name; objects of Keras are used here.
-            chosen: the other metrics.
+            metrics: all metrics by name. Those that are not Keras metric objects are ignored here.
+            chosen: the metrics that are not Keras metric objects.
         """
         self._model, self._training_step, self._dtype, self._chosen = model, training_step, dtype, chosen
         self._comparison = Comparison(model, loss_fn, notice)
@@ -60,7 +61,7 @@ class Objective:
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # in the form of `compiled_metrics`
 
     def __call__(self, batch: Any, num_samples: Any, training: bool) -> MeasuredBatch:
-        """Measure a batch. `num_samples` is a scalar, the number of samples that count."""
+        """Compute the loss and metrics of a batch. `num_samples` is a scalar, the number of samples that count."""
         split = "train" if training else "val"
         if self._training_step is not None:
             return self._from_step(self._training_step(self._model, batch), num_samples, split)
@@ -73,8 +74,8 @@ class Objective:
         )
 
     def build(self, batch: Any) -> None:
-        """Create the variables of the model and of what it was compiled with, for a first batch. Not for use in a
-        graph."""
+        """Create the variables of the model, and of its compiled loss and metrics, from a first batch. Call this method
+        eagerly, not in a graph."""
         outputs = self.predict(batch)
         targets = None if self._training_step is not None else unpacked(batch).y
         if targets is None:
@@ -84,7 +85,8 @@ class Objective:
         self._choose_metrics(targets, outputs)
 
     def form(self, split: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of what a graph for `split` measures. A graph must be traced again if they change."""
+        """Return the names of the metrics that a graph for `split` computes. If they change, the graph must be traced
+        again."""
         return tuple(self._chosen.functions(split)), tuple(self._chosen.wholes.names(split))
 
     def predict(self, batch: Any) -> Any:
@@ -92,8 +94,8 @@ class Objective:
         return self._model(unpacked(batch).x, training=False)
 
     def _widened(self, output: Any) -> Any:
-        """Return the output in the element type of the run, in which losses and metrics are computed, if the model
-        uses a shorter one."""
+        """Return the output in the element type of the run if it has only 16 bits. Losses and metrics are computed in
+        the type of the run."""
         if tf.is_tensor(output) and output.dtype in (tf.bfloat16, tf.float16):
             wide = tf.cast(output, self._dtype)
             if (mask := getattr(output, "_keras_mask", None)) is not None:
@@ -104,8 +106,8 @@ class Objective:
     # losses
 
     def _compare(self, parts: KerasBatch, outputs: Any, training: bool) -> tuple[Any, Any]:
-        """Return (loss, count) including the regularisation of the model's layers. Count None means that the loss is
-        a mean over samples."""
+        """Return (loss, count) including the regularisation of the model's layers. If the count is None, the loss is a
+        mean over samples."""
         value, is_whole = self._comparison(parts, outputs, training)
         return _as_loss(value) if is_whole else self._regularized(_as_loss(value))
 
@@ -117,6 +119,7 @@ class Objective:
         return value, count
 
     def _from_step(self, value: Any, num_samples: Any, split: str) -> MeasuredBatch:
+        """Return the loss and metrics in the result `value` of a `training_step`."""
         metrics: MetricSums = {}
         returned: Mapping[str, Any] = value if isinstance(value, Mapping) else {}
         calls = {}
@@ -149,6 +152,7 @@ class Objective:
     # metrics
 
     def _measure(self, parts: KerasBatch, outputs: Any, num_samples: Any, split: str) -> MetricSums:
+        """Return (sum, count) of each metric that is a mean over samples."""
         if parts.y is None:
             return {}
         sums: MetricSums = {}
@@ -187,8 +191,8 @@ class Objective:
 
 
 def _as_loss(value: Any, metric: str | None = None) -> tuple[Any, Any]:
-    """Return (value, count) of a loss or metric in any allowed form. Count None means that the value is a mean over
-    the batch's samples. For a metric, an error names `metric`."""
+    """Return (value, count) of a loss or metric in any allowed form. If the count is None, the value is a mean over the
+    batch's samples. Raises ConfigError for other forms; the message names `metric` if it is given."""
     if isinstance(value, tuple) and len(value) == 2:
         return tf.reshape(tf.convert_to_tensor(value[0]), ()), tf.reshape(tf.convert_to_tensor(value[1]), ())
     if not isinstance(value, (int, float)) and not tf.is_tensor(value):
@@ -200,7 +204,7 @@ def _as_loss(value: Any, metric: str | None = None) -> tuple[Any, Any]:
 
 
 def pair(function: Callable[..., Any], outputs: Any, targets: Any, num_samples: int) -> tuple[float, float]:
-    """Return (sum, count) of a metric function, outside of a graph."""
+    """Call a metric function on a batch and return (sum, count) as floats. Call `pair` eagerly, not in a graph."""
     values = function(targets, outputs) if is_of_keras(function) else function(outputs, targets)
     total, count = _sum_and_count(_as_loss(values), num_samples)
     return float(total), float(count)

@@ -1,4 +1,4 @@
-"""Observed values of training with TensorFlow: gradient norm, graph, weights and gradients, profile."""
+"""Observe training with TensorFlow: gradient norm, graph, weights and gradients, profile."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class TensorFlowObserver(Observer):
         self._gradients: list[Any] = []  # for `local_values`
 
     def see(self, micro: MicroBatch) -> None:
-        """Keep the first batch, if one is wanted."""
+        """Keep the first batch if `graph` needs it."""
         if self.keeps_batch:
             self.keeps_batch, self._kept = False, micro.batch
 
     def see_gradients(self, gradients: list[Any]) -> None:
-        """Keep the gradients of an update, if they are wanted."""
+        """Keep the gradients of an update if `local_values` needs them."""
         if self.keeps_gradients:
             self._gradients = gradients
 

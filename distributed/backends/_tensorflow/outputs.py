@@ -1,4 +1,4 @@
-"""Result of `predict`: the outputs of all slices, joined in the order of the samples."""
+"""Join the outputs of all slices in the order of the samples, for `predict`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Part = tuple[Any, int]  # (arrays of one slice, samples in it)
 
 
 def joined(parts: Sequence[Sequence[tuple[int, int, Part]]]) -> Any:
-    """Return one structure of arrays, joined from the parts of all ranks.
+    """Return one structure of arrays, joined from the outputs of all ranks.
 
     Outputs without a row for each sample become a list with an entry for each slice.
 
     Args:
-        parts: for each rank, entries (number of the update, rank, part).
+        parts: for each rank a list of (number of the update, rank, outputs).
     """
     entries = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
     updates = [[entry[2] for entry in group] for _, group in itertools.groupby(entries, key=lambda entry: entry[0])]

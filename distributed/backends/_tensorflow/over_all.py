@@ -1,4 +1,4 @@
-"""Metrics over all samples on TensorFlow: functions of all outputs, metrics of Keras, other objects."""
+"""Compute metrics over all samples on TensorFlow: functions of all outputs, Keras metrics and other metric objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ Calls = Mapping[str, Arguments]  # metric -> its arguments for a batch
 
 
 class TensorFlowEngine:
-    """Engine that keeps arrays on the host and calls functions with tensors."""
+    """Convert TensorFlow tensors, see `distributed.backends.over_all.MetricEngine`. The host keeps arrays; functions
+    get tensors."""
 
     def joined(self, updates: Sequence[Update]) -> Arguments:
         """Return the arguments for all samples of `updates`."""
@@ -56,14 +57,15 @@ class TensorFlowEngine:
         return RawTensor(name, words[leaf.dtype.name], leaf.shape, lambda: numpy.ascontiguousarray(leaf).tobytes())
 
     def from_raw(self, word: str, shape: tuple[int, ...], data: Any) -> Any:
-        """Return the array of `to_raw`. Another engine may have written it, in bfloat16 too."""
+        """Return the array that `to_raw` was given, or one that another engine has written. bfloat16 becomes
+        float32."""
         if word == "BF16":
             wide = numpy.frombuffer(data, numpy.uint16).astype(numpy.uint32) << 16
             return wide.view(numpy.float32).reshape(shape)
         return numpy.frombuffer(data, _WORDS[word]).reshape(shape).copy()
 
     def number(self, name: str, value: Any) -> float:
-        """Return the float of a number, or of a tensor or array with one element."""
+        """Return a number as float. Tensors and arrays must have exactly one element."""
         array = numpy.asarray(value)
         if array.size != 1 or array.dtype.kind not in "biuf":
             raise not_a_number(name, value)
@@ -79,7 +81,7 @@ def is_whole(metric: Any) -> bool:
 
 
 def measure_of(metric: Any) -> Measure:
-    """Return what computes `metric`."""
+    """Return the Measure that computes `metric`."""
     if isinstance(metric, OverAll):
         return OutputsMeasure(
             lambda updates: _called(metric, updates), lambda call: _kept(metric, call), training=metric.training
@@ -96,12 +98,12 @@ def measure_of(metric: Any) -> Measure:
 
 
 def measure_of_function(function: Callable[..., Any], *, training: bool) -> Measure:
-    """Return what computes a plain function over all samples."""
+    """Return the Measure that computes a plain function over all samples."""
     return measure_of(OverAll(function, training=training))
 
 
 def parts_of(calls: Sequence[tuple[Calls, int]], key: tuple[int, int]) -> dict[str, list[Part]]:
-    """Return by metric what the replicas gave for one micro-batch, with the number of samples that count."""
+    """Return for each metric the parts of one micro-batch, one part for each replica with samples that count."""
     parts: dict[str, list[Part]] = {}
     for replica, (found, number) in enumerate(calls):
         for name, call in found.items() if number else ():
@@ -116,7 +118,7 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
     if is_of_sklearn(metric.function):
         return call_sklearn(metric, mapped(args, _as_array), mapped(named, _as_array))
     value = metric.function(*args, **named, **metric.arguments)
-    is_each = tf.is_tensor(value) and value.shape.rank  # a value for each sample, one of the forms of a loss
+    is_each = tf.is_tensor(value) and value.shape.rank  # a value for each sample, as a loss may be
     return (tf.reduce_sum(value), tf.size(value)) if is_each else value
 
 

@@ -15,15 +15,16 @@ from distributed.loggers.profiling import Profile, length_of_union
 
 _OPERATOR = re.compile(r"[^:]+:(_?[A-Z]\w*)")  # "NAME:TYPE", as TensorFlow labels an operator
 _COLLECTIVES = ("Collective", "Nccl")
-_S = 1e-12  # a picosecond
+_S = 1e-12  # one picosecond in seconds
 Span = tuple[str, float, float]  # type of operator, begin, end in seconds
 
 
 class TensorFlowProfiler:
-    """See `distributed.loggers.profiling.Profiler`. TensorFlow has no warm-up, so those updates are not traced."""
+    """Implement `distributed.loggers.profiling.Profiler` with TensorFlow's profiler. It has no warm-up mode, so the
+    warm-up updates are not traced."""
 
     def __init__(self, directory: Path, rank: int, warmup: int, active: int) -> None:
-        self._directory = directory / f"rank-{rank}"  # otherwise several processes of a host would write one file
+        self._directory = directory / f"rank-{rank}"  # one per rank, or ranks of a host would write one file
         self._left = warmup
         self._began: float | None = None
 
@@ -56,6 +57,7 @@ class TensorFlowProfiler:
 
 
 def _summed(trace: Path, seconds: float) -> Profile:
+    """Return the total times of operators and collectives in the file `trace`."""
     from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
     planes = XSpace.FromString(trace.read_bytes()).planes
@@ -84,8 +86,8 @@ def _spans(plane: Any, line: Any) -> Iterator[Span]:
 
 
 def _own(spans: Sequence[Span]) -> Iterator[tuple[str, float, float, float]]:
-    """Yield (type, seconds without the operators inside it, begin, end) of each operator of one thread. `spans` are
-    sorted by their begin."""
+    """Yield (type, own seconds, begin, end) of each operator of one thread. The own seconds exclude the operators that
+    run inside it. `spans` are sorted by their begin."""
     inside = [0.0] * len(spans)
     open_: list[int] = []
     for number, (_, begin, end) in enumerate(spans):

@@ -9,8 +9,15 @@ REFUSES: Refusals = {
     "mixed_precision=fp16": "TensorFlow's loss scaling is not in this version: set mixed_precision='bf16'",
     "activation_checkpointing": "wrap the layers in keras.RematScope in the model instead",
     "compile": "the step is a TensorFlow graph already: drop it",
+    "optimizer=muon": "it is not in this version for Keras models: set optimizer='adamw', or pass keras.optimizers.Muon(...)",
+    "layer_rates": "a Keras optimizer has one rate: drop it",
     "scheduler_interval=epoch": "a Keras LearningRateSchedule counts updates: give its lengths in updates",
     "scaler_init_scale": "there is no loss scaling: drop it",
     "scaler_growth_interval": "there is no loss scaling: drop it",
     "data.presharded": "give every rank all samples, each takes its part",
 }
+# Why a `training_step` or a loss cannot log.
+IN_GRAPH = (
+    "runs in a training_step or a loss that TensorFlow compiles, so it would log once and never again: return the value in the"
+    " dict of training_step, or log it in a hook of a callback"
+)

@@ -1,5 +1,5 @@
-"""The devices that this process trains on: one, or those of a MirroredStrategy, each with a slice of every
-micro-batch."""
+"""Run functions on the devices of this process: one device, or those of a MirroredStrategy. Each device gets a slice of
+every micro-batch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def mirrored(device: str, number: int) -> Replicas:
             f"tensorflow.num_devices={number}, but TensorFlow sees {len(found)} {kind}{'s' * (len(found) != 1)}: set"
             f" tensorflow.num_devices={len(found)} or check CUDA_VISIBLE_DEVICES and TensorFlow's CUDA libraries"
         )
-    # TensorFlow's collectives between devices of one CPU may run in different orders on the devices, and then abort
-    # (TensorFlow 2.21).
+    # Workaround (TensorFlow 2.21, no upstream issue known; may go when these collectives run in one order):
+    # TensorFlow's collectives between devices of one CPU may run in different orders on the devices, and then abort.
     sums = tf.distribute.ReductionToOneDevice() if device == "cpu" else None
     return Replicas(tf.distribute.MirroredStrategy([f"{kind}:{i}" for i in range(number)], cross_device_ops=sums))
 
@@ -52,8 +52,11 @@ def split_cpu(number: int) -> None:
 
 @contextlib.contextmanager
 def _unscaled() -> Iterator[None]:
-    """Disable the division by the number of replicas in Keras's losses (Keras 3.15, `scale_loss_for_distribution`).
-    The step here divides by the samples of all replicas. This can go when Keras makes the division optional."""
+    """Disable the division by the number of replicas in Keras's losses (`scale_loss_for_distribution`).
+
+    Workaround (Keras 3.15, no upstream issue known; may go when Keras makes the division optional): the step here
+    divides by the samples of all replicas.
+    """
     module = importlib.import_module("keras.src.losses.loss")
     names = ("scale_loss_for_distribution", "unscale_loss_for_distribution")
     own = {name: getattr(module, name) for name in names}
@@ -78,7 +81,8 @@ class Replicas:
         return contextlib.nullcontext() if self.strategy is None else self.strategy.scope()
 
     def run(self, function: Callable[..., Any], each: Sequence[Sequence[Any]]) -> list[Any]:
-        """Return `function(replica, *each[replica])` of every replica, run on its device while a graph is traced."""
+        """Call `function(replica, *each[replica])` on the device of every replica and return the results. Call it while
+        a graph is traced."""
         if self.strategy is None:
             return [function(0, *each[0])]
 
@@ -101,8 +105,8 @@ class Replicas:
         return list(tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, tensors))
 
     def cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
-        """Return (batch, samples that count) of each replica. A replica without samples gets the first one, which
-        does not count."""
+        """Return (batch, number of samples that count) for each replica. A replica without samples gets the first
+        sample, which does not count."""
         if self.number == 1:
             return [(batch, num_samples)]
         counts = [len(range(replica, num_samples, self.number)) for replica in range(self.number)]
@@ -113,20 +117,21 @@ class Replicas:
         ]
 
     def holds(self, model: Any) -> bool:
-        """Return True if the model's variables belong to this strategy. A model without variables must be built in
-        `scope`."""
+        """Return True if the model's variables belong to this strategy. A model without variables returns False,
+        because it must be built in `scope`."""
         owners = [getattr(variable.value, "distribute_strategy", None) for variable in model.variables]
         return self.strategy is None or (bool(owners) and all(owner is self.strategy for owner in owners))
 
     def copies(self, variable: Any) -> Sequence[Any]:
-        """Return the copies of a Keras variable, one for each replica, or nothing if all replicas share it."""
+        """Return the copies of a Keras variable, one for each replica, or () if all replicas share it."""
         value = variable.value
         is_copied = self.strategy is not None and isinstance(value, tf.distribute.DistributedValues)
         return value.values if is_copied else ()
 
 
 class Joint(Data):
-    """Data whose micro-batches are for all devices of this process together. Its `batch` counts the devices."""
+    """Data whose micro-batches are for all devices of this process together. Its `batch` counts each device as one
+    data-parallel rank."""
 
     def __init__(self, inner: Data, num_devices: int) -> None:
         self._inner, self.num_samples = inner, inner.num_samples

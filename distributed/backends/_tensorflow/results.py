@@ -1,4 +1,4 @@
-"""Results of steps: sums, and the arguments that metrics over all samples keep."""
+"""Create the results of steps: sums, and the arguments that metrics over all samples keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MetricSums = Mapping[str, tuple[Any, Any]]  # name -> (sum, count)
 
 
 class Results:
-    """Make up the results of steps, and sum them up over the ranks."""
+    """Create the results of steps and sum them up over the ranks."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Results:
                 wholes.add(name, functools.partial(over_all.measure_of, metric))
 
     def keep(self, deferred: Deferred, calls: Sequence[Any], key: tuple[int, int]) -> None:
-        """Add to `deferred` what the metrics keep of one micro-batch."""
+        """Add to `deferred` the parts of one micro-batch that metrics over all samples keep."""
         for name, parts in self._parts(deferred.split, calls, key).items():
             deferred.parts.setdefault(name, []).extend(parts)
 
@@ -85,13 +85,14 @@ class Results:
         return result
 
     def _parts(self, split: str, calls: Sequence[Any], key: tuple[int, int]) -> dict[str, list[Part]]:
-        """Return, by metric, what the replicas gave for one micro-batch; of the check for means only what it may keep."""
+        """Return for each metric its parts of one micro-batch. For the check of means, return only parts that it may
+        keep, and examine the others."""
         found = over_all.parts_of(calls, key)
         check = self.measured.check(split)
         for part in found.pop(CHECK, ()) if check is not None else ():
             assert check is not None
             if split == "train" and check.is_over:
-                self._unasked = part  # the newest one: it can wait for the log line
+                self._unasked = part  # only the newest part is kept, and examined at the log line
                 continue
             part = part._replace(value=over_all.on_host(part.value))
             if check.admits(num_bytes(part.value)):

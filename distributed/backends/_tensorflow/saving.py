@@ -1,4 +1,4 @@
-"""Content of a checkpoint of a run on TensorFlow: model, optimizer, learning rates and random generators."""
+"""Save and load the state of a run on TensorFlow: model, optimizer, learning rates and random generators."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Saved:
     """State of a run. All methods are collectives: all ranks must call them."""
 
     model: Any
-    optimizer: Any  # None if nothing is trained, as is `rates`
+    optimizer: Any  # None, like `rates`, if nothing is trained
     rates: Rates | None
     generators: Generators
     world: TensorFlowWorld
@@ -30,7 +30,7 @@ class Saved:
         self.world.copy_from_main(statistics(self.model))
 
     def save(self, directory: Path, step: int) -> dict[str, Any]:
-        """Write the state after `step` updates. Return the part that is stored as JSON."""
+        """Write the state after `step` updates. Return the part of the state that is stored as JSON."""
         self.sync_statistics()
         extra: dict[str, Any] = {"world_size": self.data_parallel_size, "step": step, "scaler": None}
         if self.world.context.is_main_process:
@@ -44,7 +44,8 @@ class Saved:
         return extra
 
     def load(self, directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]) -> bool:
-        """Restore a stored state. Return False if it has no states for the generators, which must then be seeded."""
+        """Restore a stored state. Return False if it has no states for this run's generators. The caller must then
+        seed them."""
         files.load_model(self.model, directory)
         if self.rates is not None:
             files.load_optimizer(self.optimizer, self.model, directory, state["optimizer"])

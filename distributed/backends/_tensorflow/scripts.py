@@ -1,4 +1,4 @@
-"""Detect that a user's script or objects belong to torch, before importing TensorFlow, which takes seconds."""
+"""Refuse scripts and objects that belong to torch before TensorFlow is imported, because that import takes seconds."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def refuse_torch(job: Job, words: str) -> None:
 
 
 def refuse_torch_script(script: Path) -> None:
-    """Raise ConfigError if a script, with the files beside it that it imports, makes torch modules and imports no
-    Keras."""
+    """Raise ConfigError if a script and the files beside it that it imports use torch.nn and import neither Keras nor
+    TensorFlow."""
     is_of_torch = False
     for names in imported(script):
         if {name.partition(".")[0] for name in names} & {"keras", "tensorflow"}:

@@ -1,4 +1,5 @@
-"""Cut a user's data over ranks in our order: arrays, data sets with an index, tf.data, and what torch loads."""
+"""Split a user's data over ranks, in the order of the run: arrays, data sets with an index, tf.data, and torch's
+data."""
 
 from __future__ import annotations
 
@@ -21,9 +22,9 @@ from distributed.state import DataRole, MicroBatch, UpdateBatch, WorkerContext
 
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
 _BATCHING = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "BatchDataset", "PaddedBatchDataset"}
-# these make a data set of each element
+# These data sets map each element to a data set.
 _OF_INNER = {"_FlatMapDataset", "_InterleaveDataset", "_ParallelInterleaveDataset"}
-# These data sets leave each batch as it is, and keep the short batch last.
+# These data sets keep the sizes and the order of batches, so a short batch stays the last one.
 _KEEPING = {"_PrefetchDataset", "_OptionsDataset", "_MapDataset", "_ParallelMapDataset", "_CacheDataset"}
 _FORMS = "give (inputs, targets) as arrays, a tf.data.Dataset, a data set with __len__ and __getitem__, or a torch DataLoader"
 
@@ -42,7 +43,7 @@ def batch_size_of(data: Any) -> int | None:
 def shard(
     data: Any, *, batch: BatchPlan, context: WorkerContext, config: DistributedConfig, role: DataRole, reduce: Reduce
 ) -> Data:
-    """Return this rank's part of `data`. A collective if there are several ranks, because they compare lengths.
+    """Return this rank's part of `data`. A collective if there are several ranks, because the ranks compare lengths.
 
     Raises ConfigError if `data` is in no supported form, is empty, or contradicts the settings.
     """
@@ -53,10 +54,10 @@ def shard(
     if isinstance(data, tf.data.Dataset):
         if train and config.shuffle:
             raise ConfigError("shuffle=True cannot order a tf.data.Dataset: use its own .shuffle(), or drop shuffle")
-        return StreamData(data, batch, context.rank, name, agree)
+        return TensorFlowStreamData(data, batch, context.rank, name, agree)
     shuffle = train and (True if config.shuffle is None else config.shuffle)
     fetch, count = _indexed(data, role, config.seed)
-    return MapData(fetch, count, batch, context.rank, config.seed, name, shuffle=shuffle, agree=agree)
+    return TensorFlowMapData(fetch, count, batch, context.rank, config.seed, name, shuffle=shuffle, agree=agree)
 
 
 class Data(ShardedData):
@@ -67,8 +68,9 @@ class Data(ShardedData):
         """Return a batch to build a model with."""
 
 
-class MapData(Data):
-    """Samples with an index. Nothing is read that is not used, also after a resume."""
+class TensorFlowMapData(Data):
+    """Split a data set whose samples are accessed by index. Only samples that are used are read, also after a
+    resume."""
 
     def __init__(
         self,
@@ -84,15 +86,15 @@ class MapData(Data):
     ) -> None:
         if count == 0:
             raise ConfigError(f"{name}: no samples: give more samples")
-        self.batch, self.num_samples = batch, count
-        self._fetch, self._rank, self._seed, self._shuffle = fetch, rank, seed, shuffle
+        self.batch, self.num_samples = batch, min(count, batch.max_samples or count)
+        self._fetch, self._count, self._rank, self._seed, self._shuffle = fetch, count, rank, seed, shuffle
         self._full = slices(batch.global_batch_size, batch, rank)
         _compare(agree, rank, batch.data_parallel_size, count, f"{name}: the ranks have data sets of different lengths")
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
         """Yield the update batches of `epoch` after `skip` global samples."""
         count, size = self.num_samples or 0, self.batch.global_batch_size
-        order = epoch_order(count, self._seed, epoch, self._shuffle)
+        order = epoch_order(self._count, self._seed, epoch, self._shuffle)
         for start in range(skip, count, size):
             number = min(size, count - start)
             own = self._full if number == size else slices(number, self.batch, self._rank)
@@ -112,11 +114,11 @@ class MapData(Data):
         return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(positions))
 
 
-class StreamData(Data):
-    """A tf.data.Dataset that every rank reads completely, taking its slice of every update by position.
+class TensorFlowStreamData(Data):
+    """Let every rank read the whole tf.data.Dataset and take its slice of every update by position.
 
-    A data set that shuffles draws a new order each time it is read. A resume in epoch n therefore starts reading as
-    many times as the run had, and reads used samples again.
+    A data set that shuffles draws a new order each time that reading begins. A resume in epoch n therefore begins
+    reading as often as the run had begun before. It then reads and drops the samples that were used already.
     """
 
     num_samples = None
@@ -158,7 +160,10 @@ class StreamData(Data):
 
     def _updates(self, skip: int) -> Iterator[Any]:
         size = self.batch.global_batch_size
-        if self._own_size == size and skip % size == 0 and _has_short_batch_last(self._data):
+        limit = self.batch.max_samples
+        if limit:
+            data = self._samples.take(limit).skip(skip).batch(size)
+        elif self._own_size == size and skip % size == 0 and _has_short_batch_last(self._data):
             data = self._data.skip(skip // size)
         else:
             data = self._samples.skip(skip).batch(size)
@@ -169,8 +174,8 @@ class StreamData(Data):
         return MicroBatch(tf.nest.map_structure(lambda leaf: leaf[where], update), len(positions))
 
     def _check(self, update: Any) -> None:
-        """Refuse streams that differ between ranks. Otherwise most samples would never be used. A collective: every
-        rank must call it."""
+        """Raise ConfigError if streams differ between ranks, because most samples would never be used. A collective:
+        every rank must call it."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -182,7 +187,7 @@ class StreamData(Data):
 
 
 class TorchData(Data):
-    """Data that torch loads, as arrays."""
+    """Load data with torch, and yield it as arrays."""
 
     def __init__(
         self,
@@ -256,8 +261,8 @@ def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range
 
 
 class _Fetcher:
-    """Fetch samples by index and join them. What a data set draws from numpy's and Python's generators depends only
-    on (seed, epoch, position)."""
+    """Fetch samples by index and join them into a batch. The random numbers that a data set draws from numpy's and
+    Python's generators depend only on (seed, epoch, position)."""
 
     def __init__(self, dataset: Any, seed: int, name: str) -> None:
         self._dataset, self._seed, self._name = dataset, seed, name
@@ -299,8 +304,8 @@ def _batching(data: Any) -> int | None:
 
 
 def _of_inner(data: Any) -> int | None:
-    """Return what flat_map and interleave make of each batch: samples (None), or batches of the same size. The
-    numbers of dimensions decide."""
+    """Return the batch size after flat_map or interleave: None if they split each batch into samples, or the size
+    before if they keep batches. The number of dimensions before and after shows which."""
     (source,) = data._inputs()
     size = _batching(source)
     if size is None:
@@ -318,15 +323,15 @@ def _ranks(data: Any) -> list[int]:
 
 
 def _has_short_batch_last(data: Any) -> bool:
-    """Return True if all batches but the last have the size that `_batching` returns. This is not so after .repeat()
-    or .rebatch()."""
+    """Return True if all batches except the last have the size that `_batching` returns. They do not after .repeat() or
+    .rebatch()."""
     while type(data).__name__ in _KEEPING:
         data = data._input_dataset
     return type(data).__name__ in _BATCHING
 
 
 def _is_torch(data: Any) -> bool:
-    """Return True if torch can load `data`. torch is not imported for that."""
+    """Return True if `data` is a DataLoader or a Dataset of torch. Does not import torch."""
     torch = sys.modules.get("torch.utils.data")
     return torch is not None and isinstance(data, (torch.DataLoader, torch.Dataset))
 

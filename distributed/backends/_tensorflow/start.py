@@ -1,8 +1,10 @@
-"""Join TensorFlow's cluster. A worker joins before the script runs, because TensorFlow objects that exist by
-then become unusable.
+"""Join TensorFlow's cluster. A worker joins before its script runs, because TensorFlow objects that exist before the
+process joins become unusable.
 
-A MultiWorkerMirroredStrategy renames the devices of its process. Models and data sets that were made before then fail
-with "unknown device". A script that makes its model in its first lines could not train on several processes.
+Workaround (TensorFlow 2.21, no upstream issue known; may go when objects from before the strategy stay usable): a
+MultiWorkerMirroredStrategy renames the devices of its process. Models and data sets that were made earlier then fail
+with "unknown device". If a worker joined later, a script that makes its model in its first lines could not train on
+several processes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._tensorflow.scripts import refuse_torch_script
-from distributed.config.registry import backend_row, import_library
+from distributed.config.registry import backend_entry, import_library
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.tf_config import TFCluster, read_tf_config
@@ -32,11 +34,12 @@ from distributed.launching.listening import reachable_address
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import messages
 from distributed.launching.variables import set_missing
+from distributed.state import OnEvent
 
-# the setting that selects it, and the flags that start such workers
+# the setting that selects this backend, and the flags that start its workers
 WORDS, FLAGS = "backend='tensorflow'", "--backend tensorflow"
 
-_KEYS_OF_ONE = 100_000  # distance between the collective keys of two strategies, as in TensorFlow's own tests
+_KEYS_OF_ONE = 100_000  # distance between the collective keys of strategies, as in TensorFlow's tests
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,13 +50,13 @@ class Joined:
     store: Any
 
 
-class _ThisProcess:
+class _ClusterState:
     joined: Joined | None = None
-    num_strategies = 0  # strategies that the script has made since then
-    own_gpu: str | None = None  # value that CUDA_VISIBLE_DEVICES was set to
+    num_strategies = 0  # strategies that the script has made since the process joined
+    own_gpu: str | None = None  # value that `_own_gpu` chose for CUDA_VISIBLE_DEVICES
 
 
-def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Callable[[dict[str, Any]], None]) -> None:
+def before_script(request: LaunchRequest, found: WorkerEnvironment, on_event: OnEvent) -> None:
     """Prepare a worker before its script runs: set the environment that TensorFlow reads at import, and join the
     cluster."""
     check_engine(WORDS, FLAGS)
@@ -62,14 +65,14 @@ def before_script(request: LaunchRequest, found: WorkerEnvironment, report: Call
         refuse_torch_script(Path(request.script))
     set_environment(found, request.device)
     if found.world_size > 1:
-        join(found, request.start_timeout, lambda text: report({"kind": "warning", "text": text}))
+        join(found, request.start_timeout, lambda text: on_event({"kind": "warning", "text": text}))
         _refuse_mirrored(found.world_size)
     import_seeded(request)
 
 
 def warm_up(request: LaunchRequest) -> None:
-    """Import TensorFlow in the launcher, once for all workers on CPUs. On GPUs each worker imports it, because the
-    import may use the GPU, which a process forked after that cannot."""
+    """Import TensorFlow in the launcher, once for all workers on CPUs. On GPUs each worker imports it itself: the
+    import may use the GPU, and a process that is forked afterwards could not use the GPU."""
     if request.device != "cpu":
         return
     set_missing(request.environ)
@@ -86,12 +89,12 @@ def import_seeded(request: LaunchRequest) -> None:
     import_quietly()
     if request.device != "cpu":
         set_memory_growth()
-    options = {**request.overrides.file.get("tensorflow", {}), **request.overrides.flag.get("tensorflow", {})}
-    if request.device == "cpu" and options.get("num_devices") is not None:
+    num_devices = request.overrides.value("tensorflow", {}).get("num_devices")
+    if request.device == "cpu" and num_devices is not None:
         from distributed.backends._tensorflow.replicas import split_cpu
 
-        split_cpu(options["num_devices"])
-    _seed(int(request.overrides.flag.get("seed", request.overrides.file.get("seed", 0))))
+        split_cpu(num_devices)
+    _seed(int(request.overrides.value("seed", 0)))
 
 
 def set_environment(found: WorkerEnvironment | None, device: str) -> None:
@@ -105,9 +108,9 @@ def set_environment(found: WorkerEnvironment | None, device: str) -> None:
 
 
 def _own_gpu(found: WorkerEnvironment) -> str:
-    """Return the GPU of this worker, as CUDA_VISIBLE_DEVICES names it."""
+    """Return the value of CUDA_VISIBLE_DEVICES with which this worker sees only its own GPU."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    if visible and visible == _ThisProcess.own_gpu:  # set by an earlier call
+    if visible and visible == _ClusterState.own_gpu:  # set by an earlier call
         return visible
     entries = [entry.strip() for entry in visible.split(",")] if visible else []
     if entries and found.local_rank >= len(entries):
@@ -116,15 +119,15 @@ def _own_gpu(found: WorkerEnvironment) -> str:
             f" {found.local_rank} of this machine needs one of its own: name {found.local_world_size} GPUs, or set"
             f" nproc_per_node={len(entries)}"
         )
-    _ThisProcess.own_gpu = entries[found.local_rank] if entries else str(found.local_rank)
-    return _ThisProcess.own_gpu
+    _ClusterState.own_gpu = entries[found.local_rank] if entries else str(found.local_rank)
+    return _ClusterState.own_gpu
 
 
 def set_memory_growth(*, first_only: bool = False) -> None:
     """Let TensorFlow allocate GPU memory as needed. With `first_only`, hide all GPUs but the first.
 
-    It has an effect only before TensorFlow's first operation. The variable TF_FORCE_GPU_ALLOW_GROWTH, which workers
-    have and a user may set to false, works at any time.
+    The call has an effect only before TensorFlow's first operation. In workers
+    TF_FORCE_GPU_ALLOW_GROWTH is true unless the user set it to false, and the variable works at any time.
     """
     import tensorflow as tf
 
@@ -140,28 +143,28 @@ def join(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], N
     """Join the cluster of the workers at the first call, and return it. A collective: every worker must call it.
 
     Raises:
-        ResourceError: workers did not come within `start_timeout` seconds. The message names them.
-        ConfigError: TensorFlow was used in this process before.
+        ResourceError: some workers did not join within `start_timeout` seconds. The message names them.
+        ConfigError: TensorFlow was used in this process before the call.
     """
-    if _ThisProcess.joined is None:
+    if _ClusterState.joined is None:
         from distributed.backends._torch.rendezvous import rendezvous
 
         _refuse_late()
-        for text in engine_warnings(backend_row("tensorflow").listens) if found.rank == 0 else ():
+        for text in engine_warnings(backend_entry("tensorflow").listens) if found.rank == 0 else ():
             warn(text)
         store = rendezvous(found, start_timeout, warn, "fit()")
         with _addresses(found, messages(store, "tensorflow")):
-            _ThisProcess.joined = Joined(_strategy(), store)
+            _ClusterState.joined = Joined(_strategy(), store)
         _share_cluster()
-    return _ThisProcess.joined
+    return _ClusterState.joined
 
 
 @contextlib.contextmanager
 def _addresses(found: WorkerEnvironment, store: Any) -> Iterator[None]:
-    """Set TF_CONFIG to the addresses of the workers, unless it is given.
+    """Set TF_CONFIG to the addresses of the workers, unless the launcher or the user set it.
 
-    This worker's port is held until TensorFlow listens on it: a bound socket that does not listen keeps others away,
-    but a server that asks for this port with SO_REUSEADDR gets it.
+    This worker's port stays reserved by a bound socket that does not listen. Other programs then cannot be given the
+    port, but TensorFlow's server can listen on it, because it uses SO_REUSEADDR.
     """
     if found.source == "TF_CONFIG":
         yield
@@ -177,7 +180,7 @@ def _addresses(found: WorkerEnvironment, store: Any) -> Iterator[None]:
 
 
 def _own_host(found: WorkerEnvironment) -> str:
-    """Return the address under which the others reach this machine, as it stands before a port."""
+    """Return the address at which other workers reach this machine, with brackets if it is an IPv6 address."""
     is_alone = found.local_world_size == found.world_size
     address = reachable_address(None if is_alone else found.master_addr)
     return f"[{address}]" if ":" in address else address
@@ -196,8 +199,11 @@ def _strategy() -> Any:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Restore the handler of SIGTERM. In a cluster TensorFlow installs its own one for its PreemptionWatcher, which
-    only records the signal (TensorFlow 2.21)."""
+    """Restore the handler of SIGTERM.
+
+    Workaround (TensorFlow 2.21, no upstream issue known; may go when TensorFlow calls the handler that it found): in a
+    cluster TensorFlow installs its own one for its PreemptionWatcher, which only records the signal.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -207,33 +213,37 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _share_cluster() -> None:
-    """Let strategies of a script use the present cluster, each with its own collectives.
+    """Let each strategy that a script makes use the existing cluster, with collective keys of its own.
 
-    TensorFlow 2.21 would enable collectives anew for each strategy. Worker 0 then forgets the requests of the others,
-    and those that were ahead of it wait for ever. This can go when `CollectiveAllReduceExtended` does not restart the
-    collectives.
+    Workaround (TensorFlow 2.21, no upstream issue known; may go when `CollectiveAllReduceExtended` does not restart the
+    collectives): TensorFlow would enable collectives anew for each strategy. Worker 0 then forgets the requests of the
+    others, and those that were ahead of it wait for ever.
     """
     from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 
     begin, first_keys = CollectiveAllReduceExtended.__init__, itertools.count(_KEYS_OF_ONE, _KEYS_OF_ONE)
 
     def begin_in_cluster(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        _ThisProcess.num_strategies += 1
+        _ClusterState.num_strategies += 1
         strategy._collective_key_base = next(first_keys)
         self._std_server_started = True
-        self._enable_check_health = False  # TensorFlow's coordination service checks it, as for the first strategy
+        self._enable_check_health = False  # the coordination service checks it, as for the first strategy
         begin(self, strategy, *args, **kwargs)
 
     CollectiveAllReduceExtended.__init__ = begin_in_cluster
 
 
 def is_used_by_script() -> bool:
-    """Return True if the script made the strategy of this process's cluster, or another one."""
-    return _ThisProcess.joined is None or _ThisProcess.num_strategies > 0
+    """Return True if the script itself joined a cluster, or made a strategy after this package had joined one."""
+    return _ClusterState.joined is None or _ClusterState.num_strategies > 0
 
 
 def _refuse_mirrored(world_size: int) -> None:
-    """Make MirroredStrategy raise ConfigError. In a cluster it would kill its own process (TensorFlow 2.21)."""
+    """Make MirroredStrategy raise ConfigError.
+
+    Workaround (TensorFlow 2.21, no upstream issue known; may go when the strategy works in a cluster or raises an
+    error): in a cluster it would kill its own process.
+    """
     import tensorflow as tf
 
     def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -255,8 +265,11 @@ def _refuse_late() -> None:
 
 
 def import_quietly() -> None:
-    """Import TensorFlow without the lines that its C++ code prints on stderr for every TF_CPP_MIN_LOG_LEVEL
-    (TensorFlow 2.21)."""
+    """Import TensorFlow without the lines that its C++ code prints on stderr.
+
+    Workaround (TensorFlow 2.21, tensorflow/tensorflow#100442; may go when TF_CPP_MIN_LOG_LEVEL=3 silences the import):
+    it prints them for every TF_CPP_MIN_LOG_LEVEL.
+    """
     if "tensorflow" in sys.modules:
         return quieten()
     sys.stderr.flush()
@@ -279,23 +292,23 @@ def quieten() -> None:
 
     absl.logging.set_verbosity(absl.logging.ERROR)
     tf.get_logger().setLevel("ERROR")
-    # This comes from a compiled model that was pickled: its optimizer has made no update yet.
+    # Keras 3.15 shows this warning for a compiled model that was pickled before its optimizer made an update.
     warnings.filterwarnings("ignore", "Skipping variable loading for optimizer", UserWarning)
 
 
 def _seed(seed: int) -> None:
-    """Seed Keras with the same number on every rank, as other engines do: for the same model and order of a shuffled
-    data set."""
+    """Seed Keras with the same number on every rank, as other engines do. All ranks then make the same model and
+    shuffle a data set in the same order."""
     import keras
 
     state = random.getstate()
     keras.utils.set_random_seed(seed & 0xFFFFFFFF)
-    random.setstate(state)  # the launcher has seeded it with the full number
+    random.setstate(state)  # the launcher has seeded Python's generator with all bits
 
 
 def check_engine(what: str, flags: str) -> None:
-    """Raise ConfigError if Keras uses another engine. `what` needs TensorFlow, and workers started with `flags` have
-    it."""
+    """Raise ConfigError if Keras does not use TensorFlow. The message says that `what` needs TensorFlow and that
+    `flags` select it."""
     keras = sys.modules.get("keras")
     engine = keras.config.backend() if keras is not None else os.environ.get("KERAS_BACKEND", "tensorflow")
     if engine != "tensorflow":

@@ -1,7 +1,7 @@
-"""Graphs of a step: forward and backward of a micro-batch, the sum over ranks, the update, the evaluation.
+"""Trace and call the graphs of a step: forward and backward of a micro-batch, sum over ranks, update, evaluation.
 
-Each graph is traced once per form of batch with an open number of samples. Which graph computes a batch, and so its
-last bit, then does not depend on earlier batches: a resumed run begins in the middle.
+Each graph is traced once for each form of batch, for any number of samples. The graph that computes a batch, and so the
+last bit of its result, then does not depend on earlier batches, which a resumed run has not seen.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import tensorflow as tf
 
-from distributed.backends._tensorflow.objective import MeasuredBatch, Objective
+from distributed.backends._tensorflow.objective import MeasuredBatch, TensorFlowObjective
 from distributed.backends._tensorflow.world import TensorFlowWorld, heard
 from distributed.errors import ConfigError
 
@@ -23,8 +23,8 @@ Update = Callable[[list[Any], list[Any]], None]  # (gradients, variables)
 
 @dataclasses.dataclass
 class PendingUpdate:
-    """Gradients and counts of the micro-batches of an update so far, for each replica. `sums` are sums over all
-    replicas."""
+    """Gradients and counts of the micro-batches of an update so far, one entry for each replica. `sums` are totals over
+    all replicas."""
 
     gradients: list[list[Any]]
     counts: list[Any]
@@ -36,7 +36,7 @@ class PendingUpdate:
 
 
 class Graphs:
-    """Trace functions by the form of their arguments and call them."""
+    """Trace a graph of a function for each form of its arguments, and call the graphs."""
 
     def __init__(self) -> None:
         self._traced: dict[Any, Any] = {}
@@ -70,17 +70,17 @@ class Graphs:
 
 
 def _outline(value: Any) -> Any:
-    """Return the containers of `value` in hashable form."""
+    """Return the structure of the containers in `value`, in hashable form."""
     return repr(tf.nest.map_structure(lambda _: 0, value))
 
 
 class Step:
-    """Training step with a model and its objective."""
+    """Run the training step of a model and its objective, with all replicas of this process."""
 
     def __init__(
         self,
         model: Any,
-        objective: Objective,
+        objective: TensorFlowObjective,
         world: TensorFlowWorld,
         updating: Callable[[], contextlib.AbstractContextManager[Update]],
         clipping: float | None,
@@ -98,14 +98,14 @@ class Step:
     def forward_backward(
         self, batch: Any, num_samples: int, of_update: int, before: PendingUpdate | None, is_last: bool
     ) -> PendingUpdate:
-        """Add one micro-batch to an update.
+        """Run forward and backward on one micro-batch and add its gradients to an update.
 
         With the last micro-batch the gradients of all ranks are summed, divided by the true count and clipped, which is
         a collective.
 
         Args:
             of_update: number of samples of the update, over all ranks.
-            before: what the earlier micro-batches gave.
+            before: the result for the earlier micro-batches of the update, or None for the first one.
         """
         cut = self._cut(batch, num_samples)
         empty = tuple(number == 0 for _, number in cut)
@@ -127,7 +127,8 @@ class Step:
         return PendingUpdate(gradients, counts, sums, norm if is_last else None, _counted(calls, cut))
 
     def _cut(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
-        """Return the slice of each replica. Before the first one, create all variables, because replicas cannot."""
+        """Return the slice of each replica. At the first call, create all variables, because replicas cannot create
+        them."""
         if not self._is_built and self._replicas.strategy is not None:
             with self._replicas.scope():
                 self._objective.build(tf.nest.map_structure(lambda leaf: tf.convert_to_tensor(leaf[:1]), batch))
@@ -146,7 +147,8 @@ class Step:
     ) -> Any:
         """Run the backward pass on one replica."""
         variables = [v.value for v in self._model.trainable_variables]
-        # All replicas assign values, old or new ones: some variables must be assigned on all replicas together.
+        # If a replica is empty, all replicas assign values, old or new ones, because some variables can only be
+        # assigned on all replicas together.
         kept = [(v, tf.identity(v.value)) for v in self._model.non_trainable_variables] if some_are_empty else []
         with tf.GradientTape() as tape:
             measured = self._objective(batch, number, training=True)
@@ -187,12 +189,12 @@ class Step:
             gradients = [g * tf.cast(factor, g.dtype) for g in gradients]
         norm = tf.linalg.global_norm(gradients)
         if self._clipping is not None:
-            scale = tf.minimum(tf.cast(self._clipping / (norm + 1e-6), norm.dtype), 1)  # as torch does it
+            scale = tf.minimum(tf.cast(self._clipping / (norm + 1e-6), norm.dtype), 1)  # as in torch's clip_grad_norm_
             gradients = [g * tf.cast(scale, g.dtype) for g in gradients]
         return gradients, tf.cast(norm, tf.float64)
 
     def apply(self, gradients: list[list[Any]]) -> None:
-        """Make the update on every replica's copy. The gradients of all replicas are equal."""
+        """Update every replica's copy of the variables. The gradients of all replicas are equal."""
         self._graphs("apply", self._apply, gradients)
 
     def trained(self) -> list[Any]:
@@ -236,7 +238,7 @@ class Step:
         return sums, _counted([calls for _, calls in found], cut)
 
     def predict(self, batch: Any, num_samples: int) -> list[tuple[Any, int]]:
-        """Return (the model's outputs as arrays, samples) of each replica."""
+        """Return (the model's outputs as arrays, number of samples) of each replica."""
         cut = self._cut(batch, num_samples)
 
         def outputs(replica: int, batch: Any) -> Any:
@@ -251,12 +253,12 @@ class Step:
 
 
 def _counted(calls: Sequence[Any], cut: Sequence[tuple[Any, int]]) -> list[tuple[Any, int]]:
-    """Return (calls, samples that count) of each replica."""
+    """Return (metric arguments, number of samples that count) of each replica."""
     return [(each, number) for each, (_, number) in zip(calls, cut, strict=True)]
 
 
 def _added(sums: Sequence[Mapping[str, tuple[Any, Any]]]) -> dict[str, tuple[Any, Any]]:
-    """Return the total of `sums` by name: (sum, count)."""
+    """Return name -> (sum, count), the totals over all entries of `sums`."""
     total = dict(sums[0])
     for more in sums[1:]:
         total = {name: (value + more[name][0], count + more[name][1]) for name, (value, count) in total.items()}

@@ -1,4 +1,4 @@
-"""Values of a Keras model for TensorBoard: its graph, and the values of its weights and gradients."""
+"""Return the graph of a Keras model, and the values of its weights and gradients, for TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import tensorflow as tf
 
 
 def graph_of(predict: Callable[[Any], Any], batch: Any) -> bytes:
-    """Return the GraphDef of `predict` on one sample of `batch`. It is only traced, so no generator and no statistic
-    changes."""
+    """Return the GraphDef of `predict` for one sample of `batch`. `predict` is only traced, so no generator and no
+    moving average changes."""
     form = tf.nest.map_structure(lambda leaf: tf.TensorSpec((1, *leaf.shape[1:]), leaf.dtype), batch)
     traced = tf.function(predict, autograph=False).get_concrete_function(form)
     content: bytes = traced.graph.as_graph_def().SerializeToString()

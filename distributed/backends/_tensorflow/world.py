@@ -1,4 +1,4 @@
-"""Communication for TensorFlow: sums and values over its own collectives."""
+"""Communicate between processes that train with TensorFlow, through collectives of TensorFlow or of Horovod."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from distributed.state import WorkerContext
 _LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.CancelledError)
 
 
-_raised: list[Exception] = []  # exceptions of Python code inside a graph, which TensorFlow replaces by its own
+_raised: list[Exception] = []  # of Python code in a graph, for which TensorFlow 2.21 raises its own
 
 
 def carried(function: Callable[[Any], Any], value: Any) -> Any:
-    """Call `function` with an array, in a graph. `heard` raises its exceptions."""
+    """Call the Python function `function` with an array, in a graph. `heard` raises the exceptions of `function`."""
 
     def call(array: Any) -> Any:
         try:
@@ -40,8 +40,8 @@ def carried(function: Callable[[Any], Any], value: Any) -> Any:
 
 @contextlib.contextmanager
 def heard() -> Iterator[None]:
-    """Turn the failure of a collective after the loss of a worker into a ConnectionResetError of one line that names
-    the worker."""
+    """Raise the exceptions of Python code in the graphs that the block calls. If a collective fails because a worker
+    was lost, raise a ConnectionResetError of one line that names the worker."""
     try:
         yield
     except tf.errors.OpError as error:
@@ -60,13 +60,13 @@ def heard() -> Iterator[None]:
 
 
 class Collectives(Protocol):
-    """Interface to combine tensors over several processes. Every method is a collective."""
+    """Protocol: combine tensors over several processes. Every method is a collective."""
 
     def summed(self, tensors: list[Any]) -> list[Any]:
         """Return tensors of one element type summed over all ranks, in a graph."""
 
     def gradients(self, tensors: list[Any]) -> list[Any]:
-        """Return the same as `summed`, in the element type that the options of the run choose for gradients."""
+        """Return the same as `summed`, but sent in the element type that the run's options choose for gradients."""
 
     def sum_floats(self, vector: Any) -> Any:
         """Return a float64 vector summed element by element over all ranks."""
@@ -91,7 +91,7 @@ class ClusterCollectives:
 
     def summed(self, tensors: list[Any]) -> list[Any]:
         def call(*each: Any) -> Any:
-            here = [tf.identity(tensor) for tensor in each]  # the arguments of a graph have no device yet
+            here = [tf.identity(tensor) for tensor in each]  # a graph's arguments have no device yet
             return tf.distribute.get_replica_context().all_reduce(tf.distribute.ReduceOp.SUM, here, self._options)
 
         return list(self._strategy.run(call, args=tuple(tensors)))
@@ -103,7 +103,7 @@ class ClusterCollectives:
         return [self._strategy.run(call, args=tuple(tensors))]
 
     def _of_vectors(self, function: Callable[[list[Any]], list[Any]], dtype: Any) -> Any:
-        """Return `function` for a single vector of any length."""
+        """Return `function` as a graph for a single vector of any length."""
         signature = [tf.TensorSpec([None], dtype)]
         return tf.function(lambda vector: function([vector])[0], input_signature=signature, autograph=False)
 
@@ -115,8 +115,8 @@ def cluster_collectives(joined: Joined, timeout_s: float) -> ClusterCollectives:
 
 
 class TensorFlowWorld(World):
-    """The processes that train together, with collectives for TensorFlow's tensors. Every rank calls each of them in
-    the same order."""
+    """Connect the processes that train together, with collectives for TensorFlow's tensors. Every rank must call each
+    collective, in the same order."""
 
     def __init__(
         self, context: WorkerContext, them: Collectives | None, store: Any = None, replicas: Replicas | None = None
@@ -136,7 +136,7 @@ class TensorFlowWorld(World):
         return self.replicas.summed(tensors) if self._them is None else _by_type(self._them.summed, tensors)
 
     def summed_gradients(self, gradients: list[Any]) -> list[Any]:
-        """Return the same as `summed_in_graph`, in fewer bits if the options of the run say so."""
+        """Return the same as `summed_in_graph`, but sent in fewer bits if the options of the run select that."""
         return self.replicas.summed(gradients) if self._them is None else _by_type(self._them.gradients, gradients)
 
     def reduce(self, sums: Mapping[Key, float]) -> dict[Key, float]:
@@ -164,7 +164,7 @@ class TensorFlowWorld(World):
         self._sum([0.0])
 
     def copy_from_main(self, variables: Sequence[Any]) -> None:
-        """Copy the values of the first rank and replica into `variables`. A collective."""
+        """Copy the values of the first replica of the main process into `variables`. A collective."""
         if self._them is None:
             for variable in variables if self.replicas.number > 1 else ():
                 variable.assign(variable.numpy())
@@ -190,7 +190,7 @@ class TensorFlowWorld(World):
 
 
 def _by_type(combine: Callable[[list[Any]], list[Any]], tensors: list[Any]) -> list[Any]:
-    """Return the tensors combined by `combine` for each element type, in the order of `tensors`."""
+    """Call `combine` on the tensors of each element type, and return the results in the order of `tensors`."""
     out = list(tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         indices = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]

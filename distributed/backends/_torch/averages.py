@@ -53,10 +53,10 @@ class Averages:
         functions = {name: metric for name, metric in metrics.items() if not is_whole(metric)}
         self._metrics, self._device, self._dtype = functions, device, dtype
         self.measured = Measured(functions, wholes, ENGINE, measure_of_function, _pair, on_host, notice)
-        self._large: list[KeptOutputs] = []  # The large outputs of the newest update.
+        self._large: list[KeptOutputs] = []  # the large outputs of the newest update
         if (check := self.measured.check("train")) is not None:
             check.parts_of = self._parts_of_updates
-        self._has_accuracy = "accuracy" in metrics  # otherwise it is added for class indices
+        self._has_accuracy = "accuracy" in metrics  # if False, accuracy is added for class indices
         for name, metric in metrics.items():
             if is_whole(metric):
                 self.add(name, metric)
@@ -103,13 +103,14 @@ class Averages:
     def _keep_parts(self, deferred: Deferred, key: tuple[int, int], n: int, loss: Loss) -> None:
         for name in self.measured.wholes.names(deferred.split):
             if name == CHECK and deferred.split == "train":
-                continue  # see `_parts_of_updates`
+                continue  # `_parts_of_updates` adds the parts of the check
             call = self._call(name, loss)
             if n and call is not None and (name != CHECK or self._admits(call, n)):
                 deferred.parts.setdefault(name, []).append(Part(key, n, _detached(call)))
 
     def _admits(self, call: Arguments, n: int) -> bool:
-        """Return whether the check of the evaluation keeps this batch. Examine the batch immediately if it does not."""
+        """Return whether the check of means keeps this evaluation batch. If it does not, examine the batch
+        immediately."""
         check = self.measured.check("val")
         assert check is not None
         if check.admits(num_bytes(call)):
@@ -118,10 +119,10 @@ class Averages:
         return False
 
     def _parts_of_updates(self, updates: Sequence[tuple[int, StepResult]]) -> Sequence[Part]:
-        """Return training updates, given as (position, result), joined for the check.
+        """Return the kept outputs of training updates, given as (position, result), joined for the check of means.
 
-        Updates that the check does not keep are examined immediately. Only some of the large outputs are measured,
-        and the check keeps only those.
+        Updates that the check does not keep are examined immediately. The check stops keeping at the first large
+        output, because metrics are computed only for some of the large outputs.
         """
         check = self.measured.check("train")
         kept: list[tuple[list[int], KeptOutputs]] = []
@@ -170,9 +171,9 @@ class Averages:
     def _averages_of_metrics(self, results: Sequence[StepResult]) -> list[tuple[int, *Average]]:
         """Return the metrics of kept outputs, each with the index of its result.
 
-        In training each update is measured separately: which updates would be measured together depends on the
-        positions of log lines and checkpoints. The default accuracy counts integers, whose sum does not depend on the
-        order.
+        In training, metrics are computed for each update separately. If updates were joined, the result would depend on
+        the positions of log lines and checkpoints. The default accuracy may be computed on joined updates, because it
+        is a sum of integers, which does not depend on the order.
         """
         kept = [
             (index, each) for index, result in enumerate(results) if result.deferred for each in result.deferred.kept
@@ -186,7 +187,8 @@ class Averages:
 
     def _averages_of_loss(self, loss: Loss, n: int) -> list[Average]:
         if loss.targets is None:
-            for name in sorted(self._metrics.keys() - (loss.metrics or {}).keys()):  # all ranks name the same
+            # Sorted, so that all ranks name the same metric.
+            for name in sorted(self._metrics.keys() - (loss.metrics or {}).keys()):
                 raise not_called(name)
         value = loss.value.detach()
         averages: list[Average] = [("loss", value, n, n) if loss.count is None else ("loss", value, 1.0, loss.count)]
@@ -198,6 +200,8 @@ class Averages:
         return averages
 
     def _keep(self, outputs: Any, targets: Any, n: int, kept: list[KeptOutputs]) -> None:
+        """Add the outputs of a micro-batch to `kept` if a metric needs them. Of large outputs keep only those of the
+        newest update."""
         if not self._metrics:
             if self._has_accuracy:
                 return
@@ -219,7 +223,8 @@ class Averages:
             return self._averages_of(kept, self.measured.functions(split), split, default=not self._has_accuracy)
 
     def _measure_each(self, kept: list[tuple[int, KeptOutputs]]) -> list[tuple[int, *Average]]:
-        """Return the metrics of training updates, given as (index, outputs). The default accuracy is computed at once."""
+        """Return the metrics of training updates, given as (index, outputs). The default accuracy is computed on all of
+        them together."""
         functions, averages = self.measured.functions("train"), []
         with torch.no_grad(), self.measured.wholes.keeping_generators():
             for index, each in kept:

@@ -26,13 +26,14 @@ class CommHook(abc.ABC):
 
     @abc.abstractmethod
     def average(self, bucket: Any) -> Any:
-        """Start averaging and return the future of the averaged buffer of `bucket`, a torch GradBucket. All ranks."""
+        """Start averaging and return the future of the averaged buffer of `bucket`, a torch GradBucket. All ranks must
+        call it."""
 
     def forget(self) -> None:
-        """Discard the state of the hook after a non-finite gradient has corrupted it. All ranks."""
+        """Discard the state of the hook after a non-finite gradient has corrupted it. All ranks must call it."""
 
     def save(self, directory: Path, rank: int) -> dict[str, Any]:
-        """Write this rank's state into a checkpoint and return the rest for state.json. All ranks."""
+        """Write this rank's state into a checkpoint and return the rest for state.json. All ranks must call it."""
         return {}
 
     def load(self, directory: Path, rank: int, state: Mapping[str, Any]) -> None:
@@ -45,7 +46,8 @@ class CommHook(abc.ABC):
 class Cast(CommHook):
     """Send gradients in a shorter element type.
 
-    torch's own hook for bfloat16 refuses gloo, although gloo's all-reduce supports bfloat16 (torch 2.13).
+    Workaround (torch 2.13, no upstream issue known; may go when torch's own hook for bfloat16 takes gloo): that hook
+    refuses gloo, although gloo's all-reduce supports bfloat16.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -64,12 +66,13 @@ class Hierarchical(CommHook):
     A slow network between nodes then carries each bucket once per group instead of once per rank. The order is that of
     Horovod's hierarchical all-reduce (Sergeev, Del Balso, arXiv 1802.05799): reduce-scatter, all-reduce, all-gather.
 
-    All stages of a bucket are issued immediately, in the order of the buckets on all ranks. If they are issued from the
-    callbacks of futures, gloo mixes up the messages of two buckets (torch 2.13).
+    All stages of a bucket are issued immediately, in the order of the buckets on all ranks. Workaround (torch 2.13, no
+    upstream issue known; may go when gloo keeps collectives of two buckets apart): if the stages are issued from the
+    callbacks of futures, gloo mixes up the messages of two buckets.
     """
 
     def __init__(self, groups: list[list[int]], timeout_s: float) -> None:
-        """Create the process groups. `groups` are the near ranks; all groups have the same size. A collective."""
+        """Create the process groups. `groups` are the groups of near ranks, all of the same size. A collective."""
         self._near = _my_group(groups, timeout_s)
         self._far = _my_group([list(ranks) for ranks in zip(*groups, strict=True)], timeout_s)
         size, number = len(groups[0]), len(groups)
@@ -86,7 +89,13 @@ class Hierarchical(CommHook):
         scatter(share, whole, group=self._near)
         dist.all_reduce(share, group=self._far)
         future = gather(whole, share, group=self._near, async_op=True).get_future()
-        return future.then(lambda done: buffer.copy_(whole[: len(buffer)]))
+
+        def fill(done: Any) -> torch.Tensor:
+            done.value()  # raises the error of the gather, which leaves `whole` unfilled
+            filled: torch.Tensor = buffer.copy_(whole[: len(buffer)])
+            return filled
+
+        return future.then(fill)
 
     def close(self) -> None:
         for group in (self._near, self._far):

@@ -1,9 +1,8 @@
-"""Keep the cache of torch.compile in a directory that only this user can write.
+"""Keep the cache of torch.compile in a directory to which only this user can write.
 
-torch unpickles and loads files from the cache, so no other user may write there. By default torch uses
-`torchinductor_USER` in the temporary directory, even if another user created it; TORCHINDUCTOR_CACHE_DIR selects
-another directory. Precompiled headers and some other files are always written to the default directory (seen with
-torch 2.13).
+Workaround (torch 2.13, pytorch/pytorch#121122; may go when torch's default directory is private to the user): torch
+unpickles and loads files from the cache, so no other user may write there. By default torch uses `torchinductor_USER`
+in the temporary directory, even if another user created it; TORCHINDUCTOR_CACHE_DIR selects another directory.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NAMES = ("runtime.cache_dir_utils", "runtime.runtime_utils", "codecache")  # mo
 
 
 def secure(warn: Callable[[str], None]) -> None:
-    """Keep the cache of torch.compile in a directory that only this user can write.
+    """Keep the cache of torch.compile in a directory to which only this user can write.
 
     Call it before the first compilation. It is not a collective. A directory chosen by the user is kept, with a
     warning if others can write there.
@@ -66,7 +65,11 @@ def _private() -> Path:
 
 
 def _keep_out(chosen: Path) -> None:
-    """Make `chosen` torch's default directory as well. torch has no setting for it (2.13)."""
+    """Make `chosen` torch's default directory as well.
+
+    Workaround (torch 2.13, no upstream issue known; may go when torch has a setting for it): precompiled headers and
+    some other files are always written to the default directory.
+    """
     for name in _NAMES:
         if (module := sys.modules.get(f"{_INDUCTOR}.{name}")) is not None and hasattr(module, "default_cache_dir"):
             module.default_cache_dir = lambda: str(chosen)  # type: ignore[attr-defined]

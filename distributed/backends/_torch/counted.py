@@ -1,6 +1,6 @@
 """Return torch losses whose mean is not over samples as (sum, count).
 
-Their weight then does not depend on how a batch is cut.
+The weight of a sample then does not depend on how a batch is split.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ class ClassLoss:
         return _by_zeros(self.weight, targets, counted) if targets.is_cuda else self.weight[targets[counted]].sum()
 
     def needs_count(self, targets: Any) -> bool:
-        """Return whether a mean over samples gives `targets` wrong weights, now or possibly in a later batch."""
+        """Return whether averaging the mean loss over samples would weight `targets`, or those of a later batch,
+        wrongly."""
         if not isinstance(targets, torch.Tensor) or targets.is_floating_point():
             return False
         return self.weight is not None or targets.dim() > 1 or bool((targets == self.ignore_index).any())
 
 
 def _by_zeros(weight: torch.Tensor, targets: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the weights of the `counted` targets, without a mask as index.
+    """Return the sum of the weights of the `counted` targets, without indexing by a mask.
 
     On a GPU, indexing with a mask makes the host wait for the length of the result.
     """

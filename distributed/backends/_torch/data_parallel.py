@@ -46,8 +46,8 @@ class DDPWrapper(Wrapper):
         options, own = self._options, self._backend
         capacity = options.bucket_cap_mb
         if options.comm_hook == "powersgd":
-            # With several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet,
-            # torch 2.13).
+            # Workaround (torch 2.13, no upstream issue known; may go when gloo keeps such all-reduces apart): with
+            # several buckets gloo mixes up the messages of PowerSGD's chained all-reduces (gloo::EnforceNotMet).
             capacity = 1 + sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
         with self._leaving_out_sparse(model):
             wrapped = DistributedDataParallel(
@@ -63,6 +63,7 @@ class DDPWrapper(Wrapper):
         own.observer.begin(wrapped)
         if options.comm_hook is not None:
             hook = self.hook = self.hook or self._make_hook(options.comm_hook, model)
+            # Workaround (torch 2.13, no upstream issue known; may go when DDP resolves annotations that are strings):
             # DDP compares annotations with types, but those of this module are strings (`from __future__ import
             # annotations`). A lambda has no annotations.
             wrapped.register_comm_hook(None, lambda state, bucket: hook.average(bucket))
@@ -70,9 +71,11 @@ class DDPWrapper(Wrapper):
 
     @contextlib.contextmanager
     def _leaving_out_sparse(self, model: torch.nn.Module) -> Iterator[None]:
-        """Exclude sparse gradients from a DDP wrapper made in this block; `sparse.average` exchanges them.
+        """Exclude sparse gradients from a DDP wrapper made in this block. `sparse.average` exchanges them instead.
 
-        DDP exchanges a sparse gradient correctly only if it is the only gradient, so one name stays if all are sparse.
+        Workaround (torch 2.13, no upstream issue known; may go when DDP exchanges sparse and dense gradients
+        correctly): DDP exchanges a sparse gradient correctly only if it is the only gradient, so one name stays if all
+        are sparse.
         """
         from distributed.backends._torch.modules import sparse_names
 
@@ -87,10 +90,11 @@ class DDPWrapper(Wrapper):
         setattr(model, _LEFT_OUT, names)
         try:
             yield
-        finally:  # otherwise a wrapper made by the user would exclude them too
+        finally:  # or a wrapper made by the user would exclude them too
             delattr(model, _LEFT_OUT) if own is None else setattr(model, _LEFT_OUT, own)
 
     def _make_hook(self, name: str, model: torch.nn.Module) -> CommHook:
+        """Return the hook that `ddp.comm_hook` names."""
         import torch
 
         from distributed.backends._torch import comm_hooks
@@ -118,7 +122,9 @@ class DDPWrapper(Wrapper):
 
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
         if self._options.static_graph and self._is_first_update_batch:
-            # torch 2.13 aborts if the first backward of a static graph is not synchronised. The sums stay the same.
+            # Workaround (torch 2.13, pytorch/pytorch#143580; may go when the oldest supported torch has
+            # pytorch/pytorch#187732): torch aborts if the first backward of a static graph is not synchronised. The
+            # sums stay the same.
             self._is_first_update_batch = False
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[None] = self._backend.wrapped.no_sync()
@@ -140,7 +146,7 @@ class DDPWrapper(Wrapper):
             for parameter in own.update.parameters:
                 parameter.grad = None
         self._watch_first_call()
-        # A static graph waits for all pieces of a gradient.
+        # With a static graph DDP itself waits for all pieces of a gradient.
         self._watched = None if self._options.static_graph else _TwiceWatch(own.plain)
         return super().before_first_update(update_batch)
 
@@ -175,9 +181,11 @@ class DDPWrapper(Wrapper):
         if self._watched is not None:
             self._watched.close()
             self._watched = None
+        # Workaround (torch 2.13, no upstream issue known; may go when DDP raises this error before the update): torch
+        # raises it in the next forward only, one unsynchronised update too late.
         try:
             own.wrapped.reducer._check_reducer_finalized()
-        except RuntimeError as error:  # torch raises it in the next forward only, one unsynchronised update too late
+        except RuntimeError as error:
             raise ConfigError(_unused(own.plain, str(error))) from None
         if self._sparse:
             from distributed.backends._torch import sparse
@@ -216,7 +224,8 @@ class DDPObserver(TorchObserver):
 class _TwiceWatch:
     """Detect parameters whose gradient arrives twice in one backward pass of the first update.
 
-    DDP averages only the first of the two pieces and silently loses the second (torch 2.13).
+    Workaround (torch 2.13, no upstream issue known; may go when DDP averages both pieces or raises an error): DDP
+    averages only the first of the two pieces and silently loses the second.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:

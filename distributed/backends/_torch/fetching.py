@@ -22,10 +22,11 @@ class Fetcher:
     """Fetch and collate the samples of one micro-batch, in the main process or in a loader worker.
 
     A sample's augmentation depends only on (seed, epoch, position): the global generators of torch, numpy and Python
-    are seeded for each sample and restored afterwards. As long as the data set draws nothing, all samples are read at
-    once without seeding. When a generator moves, the batch is read again sample by sample with that generator seeded,
-    and so are all later batches. A collate function that draws is seeded once per micro-batch. Generators that the
-    data set owns are not seeded.
+    are seeded for each sample and restored afterwards. A generator is seeded only if the data set or the collate
+    function draws random numbers from it. Until one does, all samples of a batch are read at once. If a batch has
+    changed the state of a generator, the batch is read again sample by sample with that generator seeded for each
+    sample. All later batches are read in this way. For the collate function the generators are seeded once per
+    micro-batch. The data set's own generators are not seeded.
     """
 
     def __init__(self, dataset: Any, collate_fn: Callable[[Any], Any], seed: int, *, train: bool) -> None:
@@ -56,7 +57,7 @@ class Fetcher:
     def _seeded(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
         """Return the samples and seed the generators for the collate function.
 
-        Nothing is seeded while nothing is known to draw.
+        Only generators that the data set or the collate function is known to draw from are seeded.
         """
         if not self._drawn:
             return self._items(list(keys))
@@ -80,7 +81,7 @@ class Fetcher:
         for position, key in zip(positions, keys, strict=True):
             sample_rng.seed(sample_seed(self._seed, epoch, position, self._salt), self._drawn)
             item = self._items([key])
-            if not isinstance(item, list | tuple) or len(item) != 1:  # __getitems__ collates: seed the whole batch
+            if not isinstance(item, list | tuple) or len(item) != 1:  # already collated: seed for the whole batch
                 sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._salt), self._drawn)
                 return self._items(list(keys))
             items.append(item[0])

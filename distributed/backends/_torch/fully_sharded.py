@@ -32,9 +32,9 @@ def build(model_or_factory: Any, config: DistributedConfig, device: torch.device
 
     If a factory builds it, only the main process allocates memory. `shard` sends the values to the other ranks.
     """
-    if (
-        isinstance(model_or_factory, torch.nn.Module) or is_main or "keras" in sys.modules
-    ):  # Keras cannot build without memory
+    # Workaround (Keras 3.15, no upstream issue known; may go when Keras can build models on the meta device): if Keras is
+    # imported, every rank builds the model with its values.
+    if isinstance(model_or_factory, torch.nn.Module) or is_main or "keras" in sys.modules:
         return modules.build_model(model_or_factory, config, device)
     with torch.device("meta"):
         model = modules.build_model(model_or_factory, config, device)
@@ -46,8 +46,8 @@ def build(model_or_factory: Any, config: DistributedConfig, device: torch.device
 def compile_forwards(model: torch.nn.Module) -> None:
     """Let torch compile what each separately sharded module does between its hooks.
 
-    torch.compile of the whole model stops at the hooks of the first such module and compiles nothing of a Sequential
-    (torch 2.13).
+    Workaround (torch 2.13, pytorch/pytorch#181924; may go when torch.compile traces the hooks of fully_shard):
+    torch.compile of the whole model stops at the hooks of the first such module and compiles nothing of a Sequential.
     """
     codes: dict[Any, CodeType] = {}
     for module in model.modules():
@@ -56,17 +56,19 @@ def compile_forwards(model: torch.nn.Module) -> None:
 
 
 def _compiled(forward: Callable[..., Any], codes: dict[Any, CodeType], kind: Any) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips frames of files in torch.nn
+    def call(*args: Any, **kwargs: Any) -> Any:  # Dynamo skips frames of torch.nn, see `compile_calls`
         return forward(*args, **kwargs)
 
-    # Dynamo caches compiled code, and failures, by code object: equal blocks share one, different blocks do not.
+    # Dynamo caches compiled code, and failures to compile, by code object. Equal blocks therefore share a code object,
+    # and different blocks have different ones.
     call.__code__ = codes.setdefault(kind, call.__code__.replace(co_name=f"call_{len(codes)}"))
     compiled: Callable[..., Any] = torch.compile(call)
     return compiled
 
 
 def _has_hidden_meta(model: torch.nn.Module) -> bool:
-    """Return whether a meta tensor is neither a parameter nor a buffer, so that nothing would fill it."""
+    """Return whether the module holds a meta tensor that is neither a parameter nor a buffer. `shard` would not fill
+    it."""
     return any(isinstance(v, torch.Tensor) and v.is_meta for module in model.modules() for v in vars(module).values())
 
 
@@ -77,7 +79,8 @@ def shard(
     mixed_precision: str,
     axes: Mapping[str, int],
 ) -> None:
-    """Shard the model in place, bottom up, and give every rank its part of the main process's weights. All ranks.
+    """Shard the model in place, bottom up, and give every rank its part of the main process's weights. All ranks must
+    call it.
 
     `axes` are those of the `ProcessPlan`. Parameters are sharded along the data axis.
     """
@@ -99,17 +102,17 @@ def shard(
     _move_buffers(model, home)  # torch loads weights only into tensors of one device
     _take_weights(model, weights, device)
     _move_buffers(model, device)  # only parameters are offloaded
-    for buffer in model.buffers():  # includes buffers that are not in state_dict
+    for buffer in model.buffers():  # also buffers that are not in state_dict
         dist.broadcast(buffer, src=0)
 
 
 @torch.no_grad()
 def _take_weights(model: torch.nn.Module, weights: Mapping[str, Any], device: torch.device) -> None:
-    """Give every rank its part of the main process's `weights`. All ranks.
+    """Give every rank its part of the main process's `weights`. All ranks must call it.
 
     torch's `set_model_state_dict(broadcast_from_rank0=True)` also sends a pickle before the tensors (2.13).
     """
-    for name, own in model.state_dict().items():  # same names in the same order on every rank
+    for name, own in model.state_dict().items():  # the names and their order are the same on every rank
         if isinstance(own, torch.Tensor):
             if dist.get_rank() == 0:
                 full = weights[name].detach().to(device).contiguous()
@@ -122,7 +125,8 @@ def _take_weights(model: torch.nn.Module, weights: Mapping[str, Any], device: to
 def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
     """Raise ConfigError if the trainable parameters of a unit have different element types.
 
-    `units` lists children before parents. fully_shard would raise in the first forward, without naming a parameter.
+    `units` lists children before parents. fully_shard of torch 2.13 would raise in the first forward, without naming a
+    parameter.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[torch.nn.Parameter] = set()
@@ -150,6 +154,7 @@ def _move_buffers(model: torch.nn.Module, device: torch.device) -> None:
 def _arguments(
     options: FSDPOptions, device: torch.device, mixed_precision: str, axes: Mapping[str, int]
 ) -> dict[str, Any]:
+    """Return the arguments of `fully_shard`. Creates the device mesh, which is a collective."""
     reduced = torch.bfloat16 if options.reduce_dtype == "bfloat16" else torch.float32
     kinds = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
     policy = MixedPrecisionPolicy()
@@ -188,8 +193,8 @@ def _blocks(model: torch.nn.Module, options: FSDPOptions) -> list[torch.nn.Modul
 def _with_statistics(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the BatchNorm-like submodules, which are sharded without mixed precision.
 
-    Their statistics stay fp32, and so must their weights, as under autocast: with 16-bit weights torch's CPU kernels
-    fail and other kernels lose precision.
+    Their statistics stay fp32, and so must their weights, as under autocast. With 16-bit weights the CPU kernels of
+    torch 2.13 fail, and other kernels lose precision.
     """
     kinds = torch.nn.modules.batchnorm._NormBase
     norms = [module for module in model.modules() if isinstance(module, kinds) and module is not model]
@@ -224,10 +229,12 @@ def _shares(module: torch.nn.Module, model: torch.nn.Module) -> bool:
 
 
 def rebind(optimizer: Any, replaced: Mapping[torch.nn.Parameter, torch.nn.Parameter]) -> Any:
-    """Return the user's optimizer with the whole parameters replaced by the sharded ones.
+    """Return the user's optimizer, or those of several models, with the whole parameters replaced by the sharded ones.
 
     A factory is returned unchanged.
     """
+    if isinstance(optimizer, Mapping):
+        return {name: rebind(each, replaced) for name, each in optimizer.items()}
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if any(parameter in replaced for parameter in optimizer.state):

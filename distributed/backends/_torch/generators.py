@@ -45,7 +45,8 @@ class OwnGenerators:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Make the global generators those of training in this block, and restore the caller's afterwards."""
+        """Give the global generators the states of training in this block, and restore the caller's states
+        afterwards."""
         if self._is_inside:  # a callback evaluates during a fit
             yield
             return
@@ -84,7 +85,7 @@ class OwnGenerators:
             torch.cuda.set_rng_state(state[1], self._device)
 
 
-_State = tuple[sample_rng.RandomState, torch.Tensor | None]  # states of the CPU and of the GPU
+_State = tuple[sample_rng.RandomState, torch.Tensor | None]  # states of torch's generators: of the CPU and of the GPU
 
 
 def save_rng(directory: Path, rank: int, device: torch.device) -> None:

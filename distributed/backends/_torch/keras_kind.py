@@ -1,4 +1,4 @@
-"""Train Keras models with the torch step. Their files and optimizers are Keras's own, the same as on TensorFlow."""
+"""Train Keras models with the torch step. The files and the optimizers are the same as on TensorFlow."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from distributed.backends._torch.keras_module import KerasModule, keras_scope, t
 from distributed.backends._torch.keras_objective import KerasObjective
 from distributed.backends._torch.keras_optimizer import KerasOptimizer, LearningRateSchedule
 from distributed.backends._torch.kinds import Notice, TorchKind
+from distributed.backends._torch.named_optimizers import CurveSchedule
 from distributed.backends._torch.nested import move
 from distributed.backends._torch.over_all import is_whole
+from distributed.config.optimization import RateCurve
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 
@@ -87,10 +89,10 @@ class KerasKind(TorchKind):
     ) -> torch.optim.Optimizer:
         with self._scope():
             chosen = models.chosen_optimizer(optimizer_or_factory, self.model, merged.config.learning_rate)
-            if scheduler is not None:
+            if scheduler is not None and not isinstance(scheduler, RateCurve):
                 models.set_schedule(chosen, scheduler)
             if self._dtype == "float64":
-                widen(chosen.variables[2:])  # not the counter and the rate
+                widen(chosen.variables[2:])  # all of the optimizer's variables except the counter and the rate
         rate = files.fixed_rate(chosen)
         self._schedule = None if rate is not None else chosen._learning_rate
         if self._schedule is None:
@@ -108,6 +110,13 @@ class KerasKind(TorchKind):
     def scheduler(self, job: Job, optimizer: Any, merged: MergedConfig, batch: BatchPlan, notice: Notice) -> Any:
         before = optimizer.param_groups[0]["lr"]
         optim.scale_rates(optimizer, None, merged, batch, notice)
+        if isinstance(job.scheduler, RateCurve):
+            if self._schedule is not None:
+                raise ConfigError(
+                    f"scheduler={job.scheduler.kind!r} cannot replace {type(self._schedule).__name__} of the compiled optimizer:"
+                    " set optimizer too, or compile with a number as learning_rate"
+                )
+            return CurveSchedule(optimizer, job.scheduler)
         if self._schedule is None:
             return None
         if merged.config.scheduler_interval == "epoch":
@@ -138,7 +147,8 @@ class KerasKind(TorchKind):
         self.module.mix_seeds(self.context.rank)
 
     def save_optimizer(self, optimizer: Any, directory: Path) -> dict[str, Any]:
-        rate = optimizer.param_groups[0]["lr"] if self._schedule is None else None
+        group = optimizer.param_groups[0]
+        rate = group.get("initial_lr", group["lr"]) if self._schedule is None else None
         content = files.optimizer_content(optimizer.keras, self.model) | {"learning_rate": rate}
         if self.context.is_main_process:
             files.save_optimizer(optimizer.keras, self.model, directory)
@@ -147,7 +157,8 @@ class KerasKind(TorchKind):
     def load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> None:
         files.load_optimizer(optimizer.keras, self.model, directory, content)
         if self._schedule is None and content["learning_rate"] is not None:
-            optimizer.param_groups[0]["lr"] = float(content["learning_rate"])
+            group, rate = optimizer.param_groups[0], float(content["learning_rate"])
+            group.update(dict.fromkeys(("lr", "initial_lr") if "initial_lr" in group else ("lr",), rate))
 
     def export(self, path: Path) -> None:
         if self.context.is_main_process:
@@ -169,7 +180,7 @@ def _is_metric(value: Any) -> bool:
 
 
 def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a metric function that takes (outputs, targets). Those of Keras take (targets, outputs)."""
+    """Return a metric function that takes (outputs, targets). Keras's own metric functions take (targets, outputs)."""
     if is_whole(function):
         return function
     if str(getattr(function, "__module__", "")).startswith("keras."):

@@ -30,8 +30,8 @@ def keras_scope(device: torch.device, dtype: str) -> Iterator[None]:
 def _whole_float64() -> Iterator[None]:
     """Keep float64 in all operations in this block.
 
-    On every engine but TensorFlow, Keras computes some operations (variance, maximum) on float64 in float32, as JAX
-    does (Keras 3.15).
+    Workaround (Keras 3.15, keras-team/keras#23704; may go when Keras keeps float64 on torch): on every engine but
+    TensorFlow, Keras computes some operations (variance, maximum) on float64 in float32, as JAX does.
     """
     from keras.src.backend.common import dtypes
 
@@ -53,7 +53,7 @@ class KerasModule(torch.nn.Module):
 
     keras: Any
     seeds: list[Any]  # variables that hold the states of seed generators
-    masks: list[Any]  # masks of the newest outputs
+    masks: list[Any]  # Keras masks of the newest outputs
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def to_float64(model: Any) -> None:
 def _inputs(layer: Any) -> list[Any]:
     """Return the input tensors whose type the model casts the batch to.
 
-    Those of a Sequential are in its inner graph.
+    A Sequential keeps its input tensors in its inner graph.
     """
     graphs = [layer, getattr(layer, "_functional", None)]
     return [tensor for graph in graphs for tensor in getattr(graph, "_inputs", None) or ()]

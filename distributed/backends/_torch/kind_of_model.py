@@ -6,6 +6,7 @@ import torch
 
 from distributed.backends._torch import tensors
 from distributed.backends._torch.kinds import TorchKind
+from distributed.backends._torch.several_models import SeveralModels
 from distributed.state import WorkerContext
 
 
@@ -17,4 +18,8 @@ def kind_of(module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> 
         from distributed.backends._torch.keras_kind import KerasKind
 
         return KerasKind(module, context)
+    if isinstance(module, SeveralModels):
+        from distributed.backends._torch.several_kind import SeveralKind
+
+        return SeveralKind(module, context)
     return TorchKind(module, context)

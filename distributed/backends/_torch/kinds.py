@@ -1,6 +1,6 @@
-"""Name, store, optimize and compare a model with its targets, depending on its kind.
+"""The parts of a step that depend on the kind of model: names and files, optimizer, loss and metrics.
 
-All other parts of a step are the same for all kinds.
+All other parts of a step are the same for all kinds of model.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ import torch
 
 from distributed.backends._torch import modules, optim, recomputing, tensors
 from distributed.backends._torch.objective import Objective
+from distributed.backends._torch.passes import Passes
+from distributed.backends._torch.schedule import Schedule
+from distributed.backends._torch.update import Update
+from distributed.config.optimization import NamedOptimizer
 from distributed.config.settings import DistributedConfig
 from distributed.state import WorkerContext
 
 if TYPE_CHECKING:
+    from distributed.backends._torch.precision import Precision
+    from distributed.backends.torch_base import TorchBackend
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import BatchPlan
     from distributed.state import Job
@@ -28,6 +34,8 @@ Notice = Callable[[str], None]
 class TorchKind:
     """Hold a torch module with its torch optimizer and schedule."""
 
+    is_one_model = True
+
     def __init__(self, module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> None:
         self.module, self.context = module, context
 
@@ -36,8 +44,11 @@ class TorchKind:
         """The user's own model object."""
         return self.module
 
+    def take(self, job: Job) -> None:
+        """Learn from `job` which models are trained, if there are several. Called before the module is wrapped."""
+
     def finish(self, example: Callable[[], Any], device: torch.device, config: DistributedConfig) -> None:
-        """Build what needs a batch to be built. Called before the module is wrapped."""
+        """Build the parts of the model that need a batch to be built. Called before the module is wrapped."""
 
     def seed(self, value: int) -> None:
         """Seed the generators that the model draws from in addition to torch's."""
@@ -47,7 +58,7 @@ class TorchKind:
         return contextlib.nullcontext()
 
     def checkpoint_activations(self) -> int:
-        """Recompute activations in the backward pass. Returns the number of blocks that do."""
+        """Recompute activations in the backward pass. Return the number of blocks whose activations are recomputed."""
         return recomputing.checkpoint_activations(self.module)
 
     def compile(self) -> None:
@@ -62,8 +73,8 @@ class TorchKind:
         self, optimizer_or_factory: Any, scheduler: Any, merged: MergedConfig, notice: Notice
     ) -> torch.optim.Optimizer:
         """Return the given optimizer, or the default one. A `learning_rate` set by the user replaces its rate."""
-        optimizer = optim.build_optimizer(optimizer_or_factory, self.module, merged)
-        if optimizer_or_factory is not None:
+        optimizer = optim.build_optimizer(optimizer_or_factory, self.module, merged, notice)
+        if optimizer_or_factory is not None and not isinstance(optimizer_or_factory, NamedOptimizer):
             optim.replace_rate(optimizer, scheduler, merged, notice)
         return optimizer
 
@@ -78,6 +89,22 @@ class TorchKind:
         optim.scale_rates(optimizer, scheduler, merged, batch, notice)
         return scheduler
 
+    def schedule(self, scheduler: Any, optimizer: torch.optim.Optimizer, merged: MergedConfig) -> Any:
+        """Return the object that sets the rates of `optimizer` with the result of `scheduler()`."""
+        return Schedule(scheduler, optimizer, merged)
+
+    def precision(self, make: Callable[[], Precision]) -> Precision:
+        """Return the mixed precision of a fit. `make` returns that of one optimizer."""
+        return make()
+
+    def update(self, backend: TorchBackend[Any], optimizer: torch.optim.Optimizer, schedule: Any) -> Any:
+        """Return the object that makes updates from the gradients."""
+        return Update(backend, optimizer, schedule)
+
+    def passes(self, backend: TorchBackend[Any], objective: Objective) -> Passes:
+        """Return the object that runs forward and backward passes."""
+        return Passes(backend, objective)
+
     def objective(self, job: Job, notice: Notice) -> Objective:
         """Return the objective, which computes losses from batches."""
         return Objective(job.loss_fn, job.training_step, self.module, notice=notice)
@@ -86,7 +113,7 @@ class TorchKind:
         """Return name -> function of (outputs, targets), which returns one of the forms of a loss."""
         return job.metrics
 
-    # Checkpoints. Every rank calls these.
+    # Checkpoints. Every rank calls each of the following methods.
 
     def save_model(self, directory: Path) -> dict[str, Any]:
         return tensors.save_model(self.module, directory, self.context)

@@ -1,4 +1,4 @@
-"""Cut the user's data over ranks, in the order of the run, for every torch backend."""
+"""Split the user's data over ranks, in the order of the run, for every torch backend."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def shard(
 ) -> ShardedData:
     """Return this rank's part of `data`: a DataLoader, a map-style data set or an iterable.
 
-    A collective if there are several ranks, which compare lengths. Raises ConfigError, the same on every rank, if
-    `data` is none of these, is empty, lacks a required length or contradicts the settings.
+    A collective if there are several ranks, because the ranks compare lengths. Raises the same ConfigError on every
+    rank if `data` is none of these, is empty, lacks a required length or contradicts the settings.
     """
     source, train = read_source(data, config, role, presharded=options.presharded), role.is_training
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
@@ -68,7 +68,8 @@ def shard(
 
 
 def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) -> ShardedData:
-    """Return the data of this rank alone, read as by a single rank. An update is as large as the rank's share."""
+    """Return presharded data, which this rank reads as if it were the only rank. Each update uses this rank's share of
+    the global batch size."""
     share = sum(map(len, slices(batch.global_batch_size, batch, rank)))
     if share == 0:
         raise ConfigError(
@@ -85,7 +86,8 @@ def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) 
 
 
 class MapData(ShardedData):
-    """Cut a data set whose samples are accessed by index. Only samples that are used are read, also after a resume."""
+    """Split a data set whose samples are accessed by index. Only samples that are used are read, also after a
+    resume."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class MapData(ShardedData):
         self._end_iteration()
         keys = self._keys(epoch)
         starts = self._starts
-        if skip not in starts:  # saved with another global batch size: continue from that sample
+        if skip not in starts:  # the checkpoint has another global batch size: continue from sample `skip`
             whole = range(skip, self.num_samples, self.batch.global_batch_size)
             starts = whole if isinstance(starts, range) else [skip, *(start for start in starts if start > skip)]
         read = self._from_workers if self._source.num_workers else self._in_process
@@ -179,6 +181,11 @@ class MapData(ShardedData):
         """
         size = self.batch.global_batch_size
         self.num_samples: int = count - count % size if self._source.drop_last else count
+        if sizes is not None and self.batch.max_batches:
+            sizes = sizes[: self.batch.max_batches]
+            self.num_samples = sum(sizes)
+        elif self.batch.max_samples:
+            self.num_samples = min(self.num_samples, self.batch.max_samples)
         if self.num_samples == 0 and not self._is_local:
             why = f"drop_last leaves none of {count} samples with global_batch_size={size}" if count else "no samples"
             raise ConfigError(f"{self._source.name}: {why}: give more samples")
@@ -207,7 +214,7 @@ class MapData(ShardedData):
 
     def _cut(self, count: int) -> list[range]:
         micro_batches = None
-        if self._source.batch_sampler is not None:  # its items set the size of a batch, `batch_size` does not
+        if self._source.batch_sampler is not None:  # the sampler's items set the size of a batch, not `batch_size`
             fitting = -(-count // self.batch.data_parallel_size)
             micro_batches = min(self.batch.gradient_accumulation_steps, fitting)
         return slices(count, self.batch, self._rank, micro_batches)
@@ -218,6 +225,8 @@ class MapData(ShardedData):
             yield UpdateBatch([MicroBatch(read(where), n) for where, n in parts], count, start)
 
     def _reader(self, epoch: int, keys: Any) -> Callable[[range], Any]:
+        """Return a function that reads the samples at given positions. Tensor data sets are indexed without
+        collating."""
         source = self._source
         indexed = indexed_tensors(source.dataset, source.collate_fn) if isinstance(keys, numpy.ndarray) else None
         if indexed is None:
@@ -260,7 +269,10 @@ def _of_items(batch: BatchPlan, largest: int) -> BatchPlan:
     """Return the batch plan if a batch sampler's items, with at most `largest` samples, are the global batches."""
     world = batch.data_parallel_size
     steps = min(batch.gradient_accumulation_steps, -(-largest // world))
-    return BatchPlan(-(-largest // (steps * world)), steps, world, largest)
+    size = -(-largest // (steps * world))
+    return dataclasses.replace(
+        batch, batch_size=size, gradient_accumulation_steps=steps, global_batch_size=largest, full_batch_size=0
+    )
 
 
 class _Requests:

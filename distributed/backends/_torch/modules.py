@@ -1,14 +1,16 @@
-"""Build the user's model, prepare it for training and find parts whose output depends on more than one sample."""
+"""Build the user's model, prepare it for training and find parts whose output depends on how a batch is split."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy
 import torch
 
 from distributed.backends._keras.models import is_model
+from distributed.backends._torch import several_models
 from distributed.backends._torch.generators import forked, seed_torch
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
@@ -61,19 +63,28 @@ def check_can_be_cut(model: torch.nn.Module, engine: str, *, allows_sparse: bool
 
 
 def make_model(model_or_factory: Any, config: DistributedConfig, device: torch.device) -> Any:
-    """Return the given torch or Keras model, or the one that a factory builds from the seed."""
+    """Return the given torch or Keras model, or the one that a factory builds from the seed.
+
+    A mapping of several models is returned as one module. Its factories are called in their order.
+    """
     if isinstance(model_or_factory, torch.nn.Module) or is_model(model_or_factory):
         return model_or_factory
     before = random.getstate(), numpy.random.get_state()
     with forked(device):
         seed_torch(config.seed, device)
-        random.seed(config.seed)  # Keras draws the seeds of its initializers from it
+        random.seed(config.seed)  # Keras draws the seeds of its initializers from this generator
         numpy.random.seed(config.seed & 0xFFFFFFFF)
         try:
+            if isinstance(model_or_factory, Mapping):
+                return several_models.joined(model_or_factory, _made)
             return model_or_factory()
         finally:
             random.setstate(before[0])
             numpy.random.set_state(before[1])
+
+
+def _made(model_or_factory: Any) -> Any:
+    return model_or_factory if isinstance(model_or_factory, torch.nn.Module) else model_or_factory()
 
 
 def sparse_names(model: torch.nn.Module) -> frozenset[str]:
@@ -101,8 +112,9 @@ def _contains(outer: torch.nn.Module, inner: torch.nn.Module) -> bool:
 def compile_calls(model: torch.nn.Module) -> None:
     """Compile the calls of any model.
 
-    torch's own `model.compile()` compiles nothing of a bare Sequential or Linear: Dynamo skips frames of files in
-    torch.nn (2.13). The first frame therefore has to be in this package. OptimizedModule does the same.
+    Workaround (torch 2.13, pytorch/pytorch#185722; may go when the oldest supported torch has that change): torch's own
+    `model.compile()` compiles nothing of a bare Sequential or Linear, because Dynamo skips frames of files in torch.nn.
+    The first frame therefore has to be in this package. OptimizedModule does the same.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +129,7 @@ def batch_dependent(model: torch.nn.Module) -> list[str]:
     for name, module in model.named_modules():
         is_norm = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.track_running_stats
         drops = isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.p > 0
-        own_rate = getattr(module, "dropout", None)  # MultiheadAttention stores it as a number
+        own_rate = getattr(module, "dropout", None)  # MultiheadAttention stores its dropout as a number
         if is_norm or drops or (isinstance(own_rate, float) and own_rate > 0):
             names.append(f"{name or 'model'} ({type(module).__name__})")
     return names

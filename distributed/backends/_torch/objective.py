@@ -70,7 +70,7 @@ class Objective:
         notice: Callable[[str], None],
     ) -> None:
         self._loss_fn, self._training_step = loss_fn, training_step
-        # Called for a metric that becomes known at the first batch.
+        # Called with a metric that is found at the first batch.
         self.add_metric: Callable[[str, Any], None] = lambda name, metric: None
         self._plain = plain_model
         self._notice = notice
@@ -79,7 +79,7 @@ class Objective:
         self._class_loss = None if loss_fn is None else class_loss(loss_fn)
         self.counts: bool = False  # whether training divides a class loss by its count, summed over the ranks
         self.takes_count: bool = False  # whether the model divides by the num_items_in_batch that we pass
-        self._shifts = _shifts_by_name(plain_model)  # whether the first label of a row is not a target
+        self._shifts = _shifts_by_name(plain_model)  # whether the loss ignores the first label of each row
         self._is_float64 = {p.dtype for p in plain_model.parameters()} == {torch.float64}
 
     def __call__(self, model: Callable[..., Any], batch: Any, num_items: torch.Tensor | None = None) -> Loss:
@@ -214,6 +214,7 @@ class Objective:
     def _from_mapping(
         self, model: Callable[..., Any], batch: Mapping[str, Any], num_items: torch.Tensor | None
     ) -> Loss:
+        """Return the loss of a batch of named tensors, computed by `loss_fn` or by the model itself."""
         if self._loss_fn is not None:
             name = self.target_name(batch)
             if name is None:
@@ -251,6 +252,7 @@ class Objective:
             ) from error
 
     def _from_step(self, value: Any, batch: Any) -> Loss:
+        """Return the loss in the result `value` of a `training_step`, with the metrics beside it."""
         metrics: Mapping[str, Any] | None = None
         own = self._own_loss(value) if hasattr(value, "loss") else None
         if own is not None:  # checked first: a Hugging Face output is also a mapping

@@ -21,11 +21,14 @@ class TorchObserver(Observer):
     def __init__(self, backend: TorchBackend[Any]) -> None:
         super().__init__(backend.plan.world_size)
         self._backend = backend
-        self._kept: MicroBatch | None = None  # for `graph`
+        self._kept: MicroBatch | None = None  # the batch for `graph`
+        self._example: MicroBatch | None = None  # the batch for `write_program`
 
     def see(self, micro: MicroBatch) -> None:
         """Keep the first batch that a wrapper trains on, if the graph needs it."""
         self._kept = micro if self.keeps_batch else None
+        if self.keeps_example:
+            self._example = micro
 
     def gradient_norm(self) -> float | None:
         return self._backend.update.gradient_norm()
@@ -35,12 +38,37 @@ class TorchObserver(Observer):
 
         own = self._backend
         kept, self._kept = self._kept, None
+        if not own.kind.is_one_model:
+            raise ConfigError("there are several models")
         if self.cuts_weights:
             raise ConfigError("its parameters are sharded across the processes")
         if kept is None:
             raise ConfigError("no batch was kept")
-        with own.generators.untouched(), own.precision.autocast():
+        with own.generators.untouched(), own.precision.autocast(), own.logged.ignoring():
             return graph_of(own.plain, own.passes.objective, own.passes.move(kept.batch), kept.num_samples)
+
+    def named_parameters(self) -> list[tuple[str, Any]]:
+        from distributed.backends._torch.tensors import named_parameters
+
+        return list(named_parameters(self._backend.plain))
+
+    def write_program(self, path: Path) -> str:
+        from distributed.backends._torch import programs, served
+        from distributed.backends._torch.sharding import is_sharded
+        from distributed.backends.exporting import export, inputs_of
+
+        own = self._backend
+        if self._example is None:
+            raise ConfigError("this fit has made no update")
+        if any(map(is_sharded, own.plain.parameters())):
+            raise ConfigError("its parameters are sharded across the processes")
+        inputs = inputs_of(own.model, self._example.batch)
+        try:
+            export(own.model, None, path, format="torch-export", example=inputs, force=True)
+            served.check_program(path)
+        except programs.REFUSALS as error:  # of a model that cannot be called on its inputs alone
+            raise ConfigError(next(iter(str(error).splitlines()), type(error).__name__)) from None
+        return served.__name__
 
     def local_values(self) -> Iterator[tuple[str, Any]]:
         from distributed.backends._torch.watching import values_of

@@ -19,7 +19,7 @@ class Outputs(NamedTuple):
     num_samples: int
 
 
-Update = list[Outputs]  # one update: rank r holds every len()-th sample, starting at r
+Update = list[Outputs]  # of one update, by rank: of n ranks, rank r has every n-th sample from sample r on
 
 
 def by_update(parts: Sequence[Sequence[tuple[int, int, Outputs]]]) -> list[Update]:
@@ -37,7 +37,7 @@ def by_rank(parts: Sequence[Sequence[tuple[int, int, Outputs]]]) -> list[Update]
 
 
 def joined(updates: Sequence[Update]) -> Any:
-    """Return one object like each of the outputs that holds all samples.
+    """Return one object that has the structure of a single output and holds all samples.
 
     Tensors and arrays are joined along their first dimension, and lists with one entry per sample are concatenated,
     also inside tuples, mappings and data classes. Tensors that differ in their other dimensions are returned as a

@@ -109,7 +109,7 @@ def _called(metric: OverAll, updates: Sequence[Update]) -> Any:
         return call_sklearn(metric, mapped(args, _array), mapped(named, _array))
     with torch.no_grad():
         value = metric.function(*args, **named, **metric.arguments)
-    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # a value per sample, of which the mean is taken
+    is_each = isinstance(value, torch.Tensor) and value.numel() != 1  # a value per sample, to be averaged
     return (value.sum(), value.numel()) if is_each else value
 
 
@@ -167,9 +167,9 @@ def widened(call: Any) -> Any:
 def declared_states(metric: Any) -> dict[str, Any] | None:
     """Return path -> module of the metrics inside `metric`, or None if a declared state cannot be combined over ranks.
 
-    Sums, minima, maxima and lists can be combined. So can "mean" in torchmetrics' own metrics, which declare it for
-    constants that have the same value on every rank. torchmetrics' synchronisation combines states in the same way.
-    Here, ranks without samples are left out, and the states may come from a different number of ranks.
+    Sums, minima, maxima and lists can be combined. "mean" can be combined in torchmetrics' own metrics, which declare
+    it for constants that have the same value on every rank. torchmetrics combines states in the same way, but here
+    ranks without samples are left out, and the states may come from a different number of ranks.
     """
     members = dict(metric.named_modules()) if isinstance(metric, torch.nn.Module) else {"": metric}
     found = {path: each for path, each in members.items() if _declares(each)}
@@ -334,8 +334,9 @@ def _never() -> bool:
 def alone() -> Iterator[None]:
     """Make torch report in this block, for this thread, that no process group is initialized.
 
-    The other ranks do not run the block at the same time. A torchmetrics object computed by a user's function would
-    wait for them.
+    The other ranks do not run the block at the same time. Workaround (torchmetrics 1.9, no upstream issue known; may go
+    when torchmetrics can be told not to synchronise in a block): a torchmetrics object computed by a user's function
+    would wait for them.
     """
     before, here = torch.distributed.is_initialized, threading.get_ident()
 
@@ -350,6 +351,7 @@ def alone() -> Iterator[None]:
 
 
 def _merged(values: Sequence[torch.Tensor], word: str, default: torch.Tensor) -> torch.Tensor:
+    """Combine one state of several ranks by the reduction `word`. `default` is the state without updates."""
     if not values:
         return default.clone()
     if len(values) == 1:

@@ -5,6 +5,7 @@ Every micro-batch is weighted by its share of the update's true count.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ class Passes:
         self._world, self._device, self._wrapper = backend.world, backend.device, backend.wrapper
         self._num_replicas = backend.data_parallel_size
         self._is_plain = backend.mixed_precision == "no"
+        self._recomputes = backend.config.activation_checkpointing
         self.dtype = torch.float64 if backend.config.dtype == "float64" else None
         self._moves = self._device.type != "cpu" or self.dtype is not None
         self.is_settled = False  # whether the ranks have agreed on the form of the loss
@@ -41,7 +43,7 @@ class Passes:
         return move(batch, self._device, self.dtype) if self._moves else batch
 
     def settle(self, batch: Any) -> None:
-        """Agree on the form of the loss, found by trying it out on each rank's first batch. A collective."""
+        """Agree on the form of the loss, which each rank tries out on its first batch. A collective."""
         backend = self._backend
         with forked(self._device), backend.precision.autocast():
             votes = self.objective.probe(backend.plain, self.move(batch))
@@ -54,7 +56,8 @@ class Passes:
         self.objective.form, self.is_settled = form, True
 
     def run(self, update_batch: UpdateBatch) -> list[Loss]:
-        """Run all micro-batches of an update. Gradients are exchanged only in the last backward pass. All ranks."""
+        """Run all micro-batches of an update. Gradients are exchanged only in the last backward pass. All ranks must
+        call it."""
         micros = update_batch.micro_batches
         items = self._count_items(micros) if self.objective.takes_count else None
         losses: list[Loss] = []
@@ -82,7 +85,7 @@ class Passes:
         """
         if micro.num_samples == 0:
             return self.weightless(micro, update_batch, items, done, is_last)
-        loss = self._forward(micro, items)
+        loss = self._forward(micro, items, micro.num_samples)
         replicas = self._num_replicas  # the exchange averages the gradients of this many ranks
         scale: Any
         if loss.count is None:
@@ -93,7 +96,8 @@ class Passes:
             scale = replicas / update_batch.num_samples
         if is_last and loss.count is not None and items is None:
             self.start_counting([*done, loss])
-        self._wrapper.backward(self._scaled(loss.value, scale))
+        with self.recomputing():
+            self._wrapper.backward(self._scaled(loss.value, scale))
         return loss
 
     def weightless(
@@ -102,24 +106,34 @@ class Passes:
         """Run the passes of a rank without samples. They take part in every collective and change nothing."""
         buffers = [(buffer, buffer.clone()) for buffer in self._backend.plain.buffers()]
         with forked(self._device):
-            loss = self._forward(micro, items)
+            loss = self._forward(micro, items, 0)
             count = None if loss.count is None else torch.zeros((), device=self._device)
             loss.count = count
             if is_last and count is not None and items is None:
                 self.start_counting([*done, loss])
-            self._wrapper.backward(torch.nan_to_num(loss.value) * 0.0)
+            with self.recomputing():
+                self._wrapper.backward(torch.nan_to_num(loss.value) * 0.0)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
         loss.value = loss.value.detach() * 0.0
         return loss
 
-    def _forward(self, micro: MicroBatch, items: torch.Tensor | None) -> Loss:
-        batch, model = self.move(micro.batch), self._backend.wrapped
+    def _forward(self, micro: MicroBatch, items: torch.Tensor | None, num_samples: int) -> Loss:
+        """Run a forward pass in which the user's code logs values that weigh `num_samples`."""
+        batch, model, logged = self.move(micro.batch), self._backend.wrapped, self._backend.logged
+        logged.num_samples = num_samples
         if self._is_plain:
-            return self.objective(model, batch, items)
-        with self._backend.precision.autocast():
-            return self.objective(model, batch, items)
+            loss = self.objective(model, batch, items)
+        else:
+            with self._backend.precision.autocast():
+                loss = self.objective(model, batch, items)
+        logged.num_samples = None
+        return loss
+
+    def recomputing(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a backward pass, which runs forward passes again if activations are recomputed."""
+        return self._backend.logged.ignoring() if self._recomputes else contextlib.nullcontext()
 
     def _scaled(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
         """Return `value * scale`. A non-finite loss makes every gradient NaN, so that all ranks detect it."""

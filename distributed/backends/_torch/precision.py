@@ -32,8 +32,9 @@ class Precision:
     def keep_scale_on(self, device: torch.device) -> None:
         """Keep the scale on the device of the gradients.
 
-        torch copies the scale between a GPU and the host without waiting, so the host could divide by a value that
-        has not arrived (`GradScaler._unscale_grads_`, torch 2.13).
+        Workaround (torch 2.13, no upstream issue known; may go when `GradScaler._unscale_grads_` waits for the copy):
+        torch copies the scale between a GPU and the host without waiting, so the host could divide by a value that has
+        not arrived.
         """
         if self.scaler is not None:
             self.scaler.scale(torch.zeros((), device=device))  # the first tensor decides where the scale is kept
@@ -58,6 +59,13 @@ class Precision:
             scaler.update()
 
         return update
+
+    def has_found_overflow(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `unscale` has found a gradient that is not finite, so that the update function makes no update."""
+        if self.scaler is None:
+            return False
+        found = self.scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        return any(float(each) for each in found.values())
 
     def leave_out(self) -> None:
         """Lower the scale after an overflow, in place of an update."""

@@ -15,9 +15,9 @@ from distributed.errors import ConfigError
 
 
 def checkpoint_activations(model: torch.nn.Module) -> int:
-    """Recompute the activations of the model's repeated blocks in the backward pass. Returns the number of blocks.
+    """Recompute the activations of the model's repeated blocks in the backward pass. Return the number of blocks.
 
-    A Hugging Face model is switched on by its own method and counts as 1. Names in `state_dict` do not change.
+    A Hugging Face model does so by its own method and counts as one block. Names in `state_dict` do not change.
     """
     if _switch_on(model):
         return 1
@@ -73,7 +73,8 @@ class Recomputing:
                 self._switched.append(_switch(inner, "disable"))
         elif any(p.requires_grad for p in model.parameters()):
             blocks = repeated_blocks(model)
-            if not blocks and not self._changed and not self._switched:  # a loss with parameters may follow a model
+            # After a model that was changed, a module without blocks may follow, such as a loss with parameters.
+            if not blocks and not self._changed and not self._switched:
                 raise ConfigError(
                     f"checkpoint_scope() found no repeated block in {type(model).__name__} (a ModuleList or Sequential of"
                     " modules with sub-modules): name what to recompute, as in checkpoint_scope(model.encoder)"
@@ -95,7 +96,7 @@ def _switch_on(model: torch.nn.Module) -> bool:
 
 
 def _switch(model: torch.nn.Module, verb: str) -> Any:
-    """Return a Hugging Face model's own switch, or None. The method was renamed in transformers 5."""
+    """Return a Hugging Face model's own method for recomputing, or None. The method was renamed in transformers 5."""
     own = getattr(model, f"activation_checkpointing_{verb}", None)
     return own or getattr(model, f"gradient_checkpointing_{verb}", None)
 

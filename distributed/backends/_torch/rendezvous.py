@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import secrets
 import socket
@@ -12,12 +14,13 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distributed.backends._torch.worker_store import worker_store
 from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.exposure import store_warnings
 from distributed.launching.listening import listen_at
+from distributed.launching.nodes import Node, interface_environ, this_node
 from distributed.launching.secret import bind, messages
-from distributed.launching.worker_store import worker_store
 
 _POLL_S = 0.002
 _RETRY_S = 0.05  # between checks whether rank 0 listens
@@ -35,7 +38,8 @@ def rendezvous(found: WorkerEnvironment, start_timeout: float, warn: Callable[[s
     `call` names the call that brings a rank here, for messages. Raises ResourceError with the ranks that did not join
     within `start_timeout` seconds.
     """
-    store = worker_store(start_timeout) or _connect(found, start_timeout, warn, call)
+    own = worker_store(start_timeout)
+    store = own or _connect(found, start_timeout, warn, call)
     bind("")  # end an earlier rendezvous of this process
     shared = messages(store, "trainer")
     deadline = time.monotonic() + start_timeout
@@ -46,10 +50,30 @@ def rendezvous(found: WorkerEnvironment, start_timeout: float, warn: Callable[[s
     if missing:
         raise ResourceError(_missing_message(missing, start_timeout, call))
     bind(name)
+    if own is None:
+        choose_interface(messages(store, f"nodes/{name}"), found)
     return dist.PrefixStore(f"trainer/{name}", store)
 
 
+def choose_interface(store: Any, found: WorkerEnvironment) -> None:
+    """Make gloo and NCCL listen where the other nodes reach this process, if its host name does not lead there.
+
+    Every rank must call it. Our own launcher has set the variables before; torchrun, mpirun and srun do not. `store` is a view
+    of a store that holds nothing yet. Rank 0 collects the addresses of all ranks, so that each of the others reads one value.
+    """
+    own = this_node(os.environ.get("MASTER_ADDR") or found.master_addr)
+    if found.rank == 0:
+        told = [json.loads(store.get(str(rank))) for rank in range(1, found.world_size)]
+        nodes = list(dict.fromkeys([own, *map(Node.of, told)]))
+        store.set("all", json.dumps([node.to_dict() for node in nodes]))
+    else:
+        store.set(str(found.rank), json.dumps(own.to_dict()))
+        nodes = list(map(Node.of, json.loads(store.get("all"))))
+    os.environ.update(interface_environ(nodes, nodes.index(own)))
+
+
 def _connect(found: WorkerEnvironment, start_timeout: float, warn: Callable[[str], None], call: str) -> Any:
+    """Return the store on rank 0's port. Rank 0 hosts the store unless torchrun's agent does."""
     host = os.environ.get("MASTER_ADDR") or found.master_addr
     port = int(os.environ.get("MASTER_PORT") or found.master_port)
     is_host = found.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -84,8 +108,9 @@ def _await_listener(
 ) -> None:
     """Return once rank 0 listens. Raises ResourceError after `start_timeout` seconds.
 
-    torch would wait up to twice as long and print its C++ stack each time (2.13). An unknown host name is retried
-    too, because the name of a pod appears only with the pod.
+    Workaround (torch 2.13, no upstream issue known; may go when TCPStore keeps its time limit and prints nothing):
+    torch would wait up to twice as long and print its C++ stack each time. An unknown host name is retried too, because
+    the name of a pod appears only with the pod.
     """
     deadline, warn_at = time.monotonic() + start_timeout, time.monotonic() + _WARN_AFTER_S
     while True:
@@ -98,7 +123,7 @@ def _await_listener(
             raise ResourceError(f"{_missing_message('0', start_timeout, call)} ({reason})")
         if time.monotonic() >= warn_at:
             warn(f"waiting for rank 0 at {reason} (at most {start_timeout:g} s)")
-            warn_at = deadline
+            warn_at = math.inf
         time.sleep(_RETRY_S)
 
 
@@ -120,7 +145,7 @@ def _wait_for_ranks(
             warn(
                 f"waiting for {_ranks(_listed(missing))} to call {call}, as every rank must (at most {start_timeout:g} s)"
             )
-            warn_at = deadline
+            warn_at = math.inf
         time.sleep(_POLL_S)
     store.set(f"{name}/missing", _listed(missing))
     return name, _listed(missing)

@@ -40,7 +40,7 @@ class RandomState(NamedTuple):
     """Hold the state of all three generators at one moment."""
 
     torch: Tensor
-    gauss: Any  # Python's spare normal variate
+    gauss: Any  # Python's spare normal variate (gauss_next)
     raw: tuple[bytes, ...]  # the states read from memory; empty if their addresses are unknown
     public: tuple[Any, Any] | None  # otherwise the states from `random` and numpy, which is slow
 
@@ -139,11 +139,11 @@ def _find(bits: Any) -> tuple[_Memory, ...]:
     python_offset, gauss_offset = _python_offset(), _gauss_offset()
     if not isinstance(bits, numpy.random.MT19937) or python_offset < 0 or gauss_offset < 0:
         return ()
-    size = 4 * (_WORDS + 1)  # the words and the position among them
+    size = 4 * (_WORDS + 1)  # the 624 words and the position in them
     return (
         _Memory(id(_python) + python_offset, size),
         _Memory(bits.ctypes.state_address, size),
-        _Memory(id(numpy.random.mtrand._rand) + gauss_offset, 16),  # has_gauss and gauss
+        _Memory(id(numpy.random.mtrand._rand) + gauss_offset, 16),  # numpy's spare normal variate: has_gauss and gauss
     )
 
 

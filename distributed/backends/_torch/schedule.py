@@ -11,7 +11,8 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from distributed.backends._keras.models import schedule_kind
-from distributed.backends._torch import optim, tensors
+from distributed.backends._torch import named_optimizers, optim, tensors
+from distributed.backends._torch.named_optimizers import CurveSchedule
 from distributed.config.merging import MergedConfig
 from distributed.errors import CheckpointError
 from distributed.metrics.monitor import unknown_metric
@@ -27,14 +28,21 @@ class Schedule:
         self._scheduler, self._optimizer, self._merged = scheduler, optimizer, merged
         self._is_plateau = isinstance(scheduler, ReduceLROnPlateau)
         self._is_of_keras = getattr(scheduler, "counts_updates", False)
-        self.counts = scheduler is not None and not self._is_plateau  # updates or epochs, see scheduler_interval
+        # Whether there is a schedule that counts updates or epochs, see `scheduler_interval`.
+        self.counts = scheduler is not None and not self._is_plateau
         self.follows_updates = self.counts and merged.config.scheduler_interval == "step"
         self._is_new = True
-        self._full_rate = optim.full_rate(optimizer.param_groups[0])
+        self._full_rates = [optim.full_rate(group) for group in optimizer.param_groups]
+        self._full_rate = self._full_rates[0]
 
     def notice(self) -> str | None:
         """Return a notice about when the schedule steps, or None if the settings state it or there is no schedule."""
-        if self._is_of_keras or not self.follows_updates or self._merged.is_given("scheduler_interval"):
+        if (
+            self._is_of_keras
+            or isinstance(self._scheduler, CurveSchedule)
+            or not self.follows_updates
+            or self._merged.is_given("scheduler_interval")
+        ):
             return None
         kind = type(self._scheduler).__name__
         return f"{kind} steps after every update: set scheduler_interval='epoch' if it counts epochs"
@@ -47,7 +55,7 @@ class Schedule:
     def warming_up(self, step: int) -> Iterator[None]:
         """Apply the warm-up rates of update `step` in this block.
 
-        Restore the full rates afterwards, on which the schedule builds.
+        Restore the full rates afterwards, because the schedule computes the next rates from them.
         """
         full = [float(group["lr"]) for group in self._optimizer.param_groups]
         optim.set_rates(self._optimizer, self.rates(step))
@@ -60,21 +68,26 @@ class Schedule:
             self._scheduler.step(*metric)
             return
         self._is_new = False
-        with warnings.catch_warnings():  # an unpickled schedule no longer knows the optimizer's patched step
+        # Workaround (torch 2.13, no upstream issue known; may go when torch does not warn about an unpickled schedule): the
+        # first step of such a schedule warns that `optimizer.step` was overridden.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Seems like `optimizer.step", UserWarning)
             self._scheduler.step(*metric)
 
-    def end_epoch(self, metrics: Mapping[str, float]) -> None:
-        """Step a schedule that counts epochs or watches a metric."""
+    def step_outside(self, metrics: Mapping[str, float] | None, *, is_epoch_end: bool) -> None:
+        """Step a schedule that counts epochs, if `is_epoch_end`, or one that watches a metric, if there are `metrics`."""
         if self._scheduler is None or self.follows_updates:
             return
         if not self._is_plateau:
-            self.step()
+            if is_epoch_end:
+                self.step()
+            return
+        if metrics is None:
             return
         name = self._merged.config.monitor
         if name not in metrics:
             if self._merged.is_given("monitor"):
-                if self._scheduler.last_epoch > 0:  # reported before, so it is reported in some epochs only
+                if self._scheduler.last_epoch > 0:  # reported before: it is not reported in every epoch
                     return
                 raise unknown_metric("monitor", name, metrics)
             name = "loss"
@@ -93,20 +106,46 @@ class Schedule:
         content, here = state.get("scheduler"), self._kind()
         there = state.get("schedule", here if content else None)  # a checkpoint without the name is accepted
         there = schedule_kind(there, here) if self._is_of_keras else there
+        length = self._scheduler.curve.length if isinstance(self._scheduler, CurveSchedule) else 0
         if here and there and here != there:
             raise CheckpointError(
                 f"the schedule is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"
             )
         if here and there:
             tensors.load_scheduler_state(self._scheduler, content or {})
+            if isinstance(self._scheduler, CurveSchedule) and (
+                text := self._scheduler.curve.told(content or {}, length)
+            ):
+                notice(text)
         elif here:
             notice(f"the checkpoint has no schedule: {here} starts from its beginning")
         elif there:
             notice(
                 f"the checkpoint has the schedule {there}, which this run does not have: the learning rate stays at its last value"
             )
-        if not self._is_of_keras:  # Keras computes the rate from the number of updates
+        if named_optimizers.is_named(self._optimizer):
+            self._load_rates(notice)
+        elif not self._is_of_keras:  # Keras computes the rate from the number of updates
             self._load_rate(state, notice)
+        if isinstance(self._scheduler, CurveSchedule):
+            self._scheduler.set_rates()
+
+    def _load_rates(self, notice: Callable[[str], None]) -> None:
+        """Set the rate of each group to what the settings say, in the place of the checkpoint's."""
+        groups, wanted = self._optimizer.param_groups, self._full_rates
+        stored = [optim.full_rate(group) for group in groups]
+        if stored == wanted:
+            return
+        for group, before, now in zip(groups, stored, wanted, strict=True):
+            group["lr"] = float(group["lr"]) * (now / before)
+            if "initial_lr" in group:
+                group["initial_lr"] = now
+        if hasattr(self._scheduler, "base_lrs"):
+            self._scheduler.base_lrs = list(wanted)
+        notice(
+            f"the rates of this run's settings, {', '.join(f'{rate:g}' for rate in dict.fromkeys(wanted))}, replace the checkpoint's,"
+            f" {', '.join(f'{rate:g}' for rate in dict.fromkeys(stored))}"
+        )
 
     def _load_rate(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
         before, now = float(state.get("learning_rate", self._full_rate)), self._full_rate
@@ -117,4 +156,4 @@ class Schedule:
     def _kind(self) -> str | None:
         if self._scheduler is None:
             return None
-        return self._scheduler.kind if self._is_of_keras else type(self._scheduler).__name__
+        return getattr(self._scheduler, "kind", type(self._scheduler).__name__)

@@ -1,4 +1,4 @@
-"""Handle tensors of which each rank holds a part (DTensor): find the part, write it and read it back."""
+"""Handle tensors of which each rank holds a part (DTensor): find, write and read this rank's part."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def is_sharded(tensor: Any) -> bool:
 
 
 def _dtensor(tensor: Any) -> DTensor | None:
-    """Return `tensor` if it is a DTensor, else None. The DTensor module is not loaded to find out."""
+    """Return `tensor` if it is a DTensor, else None. Does not load the DTensor module."""
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
@@ -56,7 +56,7 @@ def take_part(pieces: torch.Tensor, full: torch.Tensor) -> None:
 def write(
     directory: Path, stem: str, tensors: Mapping[str, torch.Tensor], context: WorkerContext, **metadata: str
 ) -> None:
-    """Write this rank's part of `tensors` into `directory`. All ranks.
+    """Write this rank's part of `tensors` into `directory`. All ranks must call it.
 
     The main process writes whole tensors. If all tensors are whole there is one file, else one file per rank.
     """

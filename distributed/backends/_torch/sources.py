@@ -38,7 +38,7 @@ _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targe
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Hold the parts of the user's data."""
+    """The user's data set, and what a DataLoader around it sets: collate function, samplers, order and loader processes."""
 
     name: str  # used in messages
     dataset: Any
@@ -269,8 +269,8 @@ class _WorkerInit:
     """Initialize a loader process.
 
     The process ends with its trainer and sees the user's data set in `get_worker_info()`. Then the user's own
-    function is called. torch's loader processes check for their parent only every 5 s, and not while they read
-    (2.13).
+    function is called. Workaround (torch 2.13, no upstream issue known; may go when torch's loader processes end with
+    their parent): they check for their parent only every 5 s, and not while they read.
     """
 
     def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
@@ -301,7 +301,8 @@ def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
 def stop_workers(batches: Any) -> None:
     """Stop the processes of a loader's iterator immediately.
 
-    torch stops them when the iterator is deleted (2.13), and a traceback delays the deletion.
+    Workaround (torch 2.13, pytorch/pytorch#64766; may go when a loader has a public method for this): torch stops them
+    when the iterator is deleted, and a traceback delays the deletion.
     """
     if (stop := getattr(batches, "_shutdown_workers", None)) is not None:
         stop()

@@ -1,8 +1,8 @@
 """Average the sparse gradients of modules with `sparse=True` over all ranks, outside of torch's DDP.
 
-torch 2.13 exchanges sparse gradients in addition to its buckets, and on gloo the messages of both are mixed up. The
-gradients of layers below a sparse embedding are then wrong, without an error (seen with torch alone on two
-processes).
+Workaround (torch 2.13, no upstream issue known; may go when DDP exchanges sparse and dense gradients correctly): DDP
+exchanges sparse gradients in addition to its buckets, and on gloo the messages of both are mixed up. The gradients of
+layers below a sparse embedding are then wrong, without an error (seen with torch alone on two processes).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _nothing(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 
 def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # Without the argument torch warns about unchecked invariants.
+    # Without `check_invariants` torch 2.13 warns about unchecked invariants.
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
 
 

@@ -1,10 +1,11 @@
-"""Read streams: cut them over ranks by position, or take the parts that the user has cut already."""
+"""Read streams: split them over ranks by position, or take the parts that the user has split already."""
 
 from __future__ import annotations
 
 import copy
 import io
 import itertools
+import math
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping
@@ -86,7 +87,8 @@ class StreamData(ShardedData):
 
     def _update_batches(self, epoch: int, skip: int) -> Iterator[UpdateBatch]:
         announce_epoch(self._source.dataset, epoch)
-        updates = _read_in_pieces(self._samples(epoch), self.batch.global_batch_size, skip, self._own_stream(epoch))
+        stream = itertools.islice(self._samples(epoch), self.batch.max_samples or None)
+        updates = _read_in_pieces(stream, self.batch.global_batch_size, skip, self._own_stream(epoch))
         position, is_first = skip, True
         for samples in updates:
             if is_first and self._reduce is not None:
@@ -130,7 +132,7 @@ class StreamData(ShardedData):
 
     def _compare(self, samples: list[Any], reduce: Reduce) -> None:
         """Raise ConfigError if streams differ between ranks, because most samples would never be read. A collective."""
-        digest = _digest(samples[:4], 0) & 0xFFFFFF  # exact in float32 too
+        digest = _digest(samples[:4], 0) & 0xFFFFFF  # a number that float32 can represent exactly
         digests = gather(reduce, self._rank, self.batch.data_parallel_size, digest)
         if any(each != digests[0] for each in digests):
             raise ConfigError(
@@ -149,7 +151,7 @@ class WholeBatches(ShardedData):
         self._running: Iterator[UpdateBatch] | None = None
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
-        """Return all update batches of `epoch`. `skip` must be 0; the caller skips update batches."""
+        """Return all update batches of `epoch`. `skip` must be 0, because the caller skips update batches itself."""
         assert skip == 0
         self.close()
         self._running = self._update_batches(epoch)
@@ -191,8 +193,8 @@ class PreshardedData(ShardedData):
 
     For every update they agree on the number of samples of each rank.
 
-    A rank that has run out of data runs its last batch again with weight 0 until all are done. Each update batch of `epoch`
-    is a collective.
+    A rank that has run out of data runs its last batch again with weight 0 until all ranks have. Each update batch of
+    `epoch` is a collective.
     """
 
     num_samples = None
@@ -208,9 +210,9 @@ class PreshardedData(ShardedData):
             update_batch = next(update_batches, None)
             micro = update_batch.micro_batches if update_batch is not None else []
             samples, most = self._agree(sum(each.num_samples for each in micro), len(micro), is_first=used == 0)
-            if samples == 0:
+            if samples == 0 or used >= (self.batch.max_samples or math.inf):
                 return
-            last = _shallow(micro[-1].batch) if micro else last  # a step may remove entries of a dict
+            last = _shallow(micro[-1].batch) if micro else last  # a copy, because a step may remove entries of a dict
             micro = micro + [MicroBatch(_shallow(last), 0) for _ in range(most - len(micro))]
             if used >= skip:
                 yield UpdateBatch(micro, samples, used)
@@ -285,9 +287,10 @@ def _length(source: Source, batch: BatchPlan) -> int | None:
         return None
     try:
         length = len(source.dataset)
-    except (TypeError, NotImplementedError):  # a wrapper around a stream without a length
+    except (TypeError, NotImplementedError):  # for example a wrapper around a stream that has no length
         return None
-    return length - length % batch.global_batch_size if source.drop_last else length
+    length -= length % batch.global_batch_size if source.drop_last else 0
+    return min(length, batch.max_samples or length)
 
 
 def _finish(update_batches: Iterator[UpdateBatch] | None) -> None:
@@ -302,7 +305,8 @@ _NUMPY_HAS |= {torch.uint8, torch.bool}
 class _ByValue(pickle.Pickler):
     """Pickle tensors by value.
 
-    torch would use a file descriptor for each tensor (2.13), and an update may contain thousands of tensors.
+    Workaround (torch 2.13, no upstream issue known; may go when torch sends many tensors with few descriptors): torch
+    would use a file descriptor for each tensor, and an update may contain thousands of tensors.
     """
 
     def reducer_override(self, value: Any) -> Any:
@@ -325,7 +329,8 @@ def _is_array(tensor: torch.Tensor) -> bool:
 def _pack(samples: list[Any]) -> bytes:
     """Return `samples` as bytes.
 
-    As the collate function of loader processes, it leaves collating by position to the main process.
+    Loader processes use this as their collate function, so they send samples that are not collated. The main process
+    collates the samples, because it knows their positions.
     """
     buffer = io.BytesIO()
     _ByValue(buffer, pickle.HIGHEST_PROTOCOL).dump(samples)
@@ -333,7 +338,7 @@ def _pack(samples: list[Any]) -> bytes:
 
 
 def _digest(value: Any, before: int) -> int:
-    """Return a checksum of nested numbers, strings and arrays. Of any other object only the type counts."""
+    """Return a checksum of nested numbers, strings and arrays. Any other object contributes only its type."""
     if isinstance(value, Mapping):
         return _digest([*value.items()], before)
     if isinstance(value, list | tuple):

@@ -70,7 +70,7 @@ def dtype_word(name: str, tensor: torch.Tensor) -> str:
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's elements as bytes in row-major order.
 
-    They are copied only if they are not so on the CPU already.
+    They are copied only if they are not on the CPU in this order already.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

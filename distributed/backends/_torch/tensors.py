@@ -24,11 +24,12 @@ from distributed.backends._torch.tensor_io import (
     write_file,
 )
 from distributed.checkpoints.shards import StoredTensor, read_tensors
-from distributed.errors import CheckpointError, TrainingError
+from distributed.checkpoints.weights import LoadedWeights, StoredWeights, check_loaded
+from distributed.errors import CheckpointError, ConfigError, TrainingError
 from distributed.state import WorkerContext
 
 __all__ = [
-    "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "named_parameters", "plain_name", "save_model",
+    "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "load_weights", "named_parameters", "plain_name", "save_model",
     "save_optimizer", "save_rng", "scheduler_state", "unwrap",
 ]  # fmt: skip
 
@@ -36,8 +37,9 @@ MODEL, OPTIMIZER = "model", "optimizer"  # directories of a checkpoint, and pref
 
 ALONE = WorkerContext(0, 1, 0, 1, 0, "cpu")
 
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})  # torch.compile, activation checkpointing
-# These options say how to compute an update, not which update. The present optimizer keeps its own values.
+# Parts that torch.compile and activation checkpointing insert into names.
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+# These options choose how an update is computed and do not change its result. The current optimizer's values stay.
 _OWN_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
@@ -66,7 +68,7 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramet
 
 
 def save_model(model: torch.nn.Module, directory: Path, context: WorkerContext = ALONE) -> dict[str, Any]:
-    """Write parameters and buffers to `model/*.safetensors`. All ranks.
+    """Write parameters and buffers to `model/*.safetensors`. All ranks must call it.
 
     A tensor with several names is stored once. The file's metadata holds the other names, which are also returned as
     `{"aliases": {name: stored name}}`. Raises TrainingError for an `extra_state` that is not a tensor, and OSError if
@@ -96,7 +98,7 @@ def save_weights(model: torch.nn.Module, path: Path, context: WorkerContext = AL
     for name, tensor in _model_state(model).items():
         full = sharding.whole(tensor)
         if context.is_main_process:
-            state[name] = full.cpu() if full is not tensor else tensor  # one gathered tensor on the device at a time
+            state[name] = full.cpu() if full is not tensor else tensor  # keeps one gathered tensor on the device
     if context.is_main_process:
         staged.parent.mkdir(parents=True, exist_ok=True)
         write_file(staged, state, {"format": "pt"})
@@ -113,8 +115,43 @@ def load_model(model: torch.nn.Module, directory: Path) -> None:
     own = _model_state(model)
     _check_same_model(own, stored, directory)
     _check_tied(own, stored)
+    _copy(model, own, stored)
+
+
+def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool) -> LoadedWeights:
+    """Copy stored weights into the model's own tensors, in place, and return what did not fit. Not a collective.
+
+    Raises CheckpointError with the mismatches, before any tensor changes, if `strict` or if nothing fits.
+    """
+    own, stored = _model_state(model), weights.tensors
+    if (name := next((name for name, tensor in own.items() if tensor.is_meta), None)) is not None:
+        raise ConfigError(f"{name} is on the meta device and has no values to load into: build the model on the CPU")
+    others = {name: other for name in own if name in stored and (other := _other_form(own[name], stored[name]))}
+    fitting = {name: tensor for name, tensor in stored.items() if name in own and name not in others}
+    filled = {_storage_key(own[name]) for name in fitting}
+    missing = [name for name, tensor in own.items() if name not in stored and _storage_key(tensor) not in filled]
+    unexpected = [name for name in stored if name not in own]
+    loaded = LoadedWeights(weights.source, len(fitting), tuple(missing), tuple(unexpected), others)
+    check_loaded(loaded, strict=strict)
+    _check_tied({name: own[name] for name in fitting}, fitting)
+    _copy(model, own, fitting)
+    return loaded
+
+
+def _copy(model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
     keys = {plain_name(key): key for key in unwrap(model).state_dict(keep_vars=True)}
-    unwrap(model).load_state_dict({keys[name]: sharding.read(tensor, own[name]) for name, tensor in stored.items()})
+    values = {keys[name]: sharding.read(tensor, own[name]) for name, tensor in stored.items()}
+    unwrap(model).load_state_dict(values, strict=False)  # the caller has compared the names
+
+
+def _other_form(own: torch.Tensor, stored: StoredTensor) -> tuple[Any, Any] | None:
+    """Return (what is stored, what the model has) if the shapes differ or only one element type is floating, else None."""
+    if own.shape != stored.shape:
+        return list(stored.shape), list(own.shape)
+    there = dtype_of(stored.dtype)
+    if own.dtype == there or (own.is_floating_point() and there.is_floating_point):
+        return None
+    return str(there), str(own.dtype)
 
 
 def save_optimizer(
@@ -123,7 +160,7 @@ def save_optimizer(
     directory: Path,
     context: WorkerContext = ALONE,
 ) -> dict[str, Any]:
-    """Write the optimizer's tensors as `state.<parameter>.<slot>` and return the rest as JSON. All ranks.
+    """Write the optimizer's tensors as `state.<parameter>.<slot>` and return the rest as JSON. All ranks must call it.
 
     `parameters` are the model's, by plain names (`named_parameters`). Other parameters are named `extra.<i>`. Raises
     CheckpointError that names a slot which is neither a tensor nor plain data.
@@ -137,7 +174,7 @@ def save_optimizer(
         for slot, value in slots.items():
             key = _slot_key(name, slot)
             if isinstance(value, torch.Tensor):
-                tensors[key] = value.to_dense() if value.is_sparse else value  # momentum of a sparse gradient
+                tensors[key] = value.to_dense() if value.is_sparse else value  # such as a sparse gradient's momentum
                 if value.is_floating_point() and value.dtype != parameter.dtype and slot != "step":
                     own_dtype.append(key)
             else:
@@ -264,9 +301,9 @@ def _first(names: list[str]) -> str:
 
 
 def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    """Raise CheckpointError if one tensor of the model is two different ones in the checkpoint.
+    """Raise CheckpointError if one tensor of the model is stored as two different tensors in the checkpoint.
 
-    Otherwise the last one copied would win silently.
+    Without the check, the tensor that is copied last would silently replace the other.
     """
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in own.items():
@@ -331,7 +368,7 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         own = group.get(key)
         if isinstance(own, torch.Tensor):
-            own.copy_(torch.as_tensor(value))  # a compiled update refers to this tensor
+            own.copy_(torch.as_tensor(value))  # copy in place, because a compiled update refers to this tensor
         else:
             group[key] = value
 

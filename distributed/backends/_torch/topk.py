@@ -1,8 +1,9 @@
 """Compress gradients with top-k and error feedback: only the largest entries of each parameter's gradient are sent.
 
-Each rank adds what it left out to its next gradient, so that nothing is lost, only delayed (Stich et al., Sparsified
-SGD with Memory, arXiv 1809.07599). Errors are kept by parameter name, and entries are chosen for each parameter
-separately. Neither therefore depends on DDP's buckets, which change after the first update and with a new wrapper.
+Each rank adds the entries that it did not send (its error) to its next gradient, so that they are delayed and not lost
+(Stich et al., Sparsified SGD with Memory, arXiv 1809.07599). Errors are kept by parameter name, and entries are chosen
+for each parameter separately. Both are therefore independent of DDP's buckets, which change after the first update and
+with a new wrapper.
 """
 
 from __future__ import annotations
@@ -44,7 +45,12 @@ class TopK(CommHook):
         mine = torch.cat([buffer[indices].view(torch.uint8), indices.to(_index_type(buffer)).view(torch.uint8)])
         everyone = mine.new_empty(world * len(mine))
         future = gather(everyone, mine, async_op=True).get_future()
-        return future.then(lambda done: _sum(everyone.view(world, -1), len(indices), buffer).div_(world))
+
+        def average(done: Any) -> torch.Tensor:
+            done.value()  # raises the error of the gather, which leaves `everyone` unfilled
+            return _sum(everyone.view(world, -1), len(indices), buffer).div_(world)
+
+        return future.then(average)
 
     def forget(self) -> None:
         self._left_out = {}
@@ -84,7 +90,8 @@ def _index_type(buffer: torch.Tensor) -> torch.dtype:
 
 
 def _sum(rows: torch.Tensor, count: int, buffer: torch.Tensor) -> torch.Tensor:
-    """Return `buffer`, filled with the sum of what all ranks sent, in the order of ranks. `rows` are bytes."""
+    """Fill `buffer` with the sum of the entries that all ranks sent, added in the order of ranks, and return it. `rows`
+    are the messages of the ranks, as bytes."""
     buffer.zero_()
     cut = count * buffer.element_size()
     for row in rows:

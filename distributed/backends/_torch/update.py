@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.objective import Loss
+    from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.schedule import Schedule
     from distributed.backends.torch_base import TorchBackend
 
@@ -21,22 +22,30 @@ if TYPE_CHECKING:
 class Update:
     """Make the updates of a fit, with the rates that schedule and warm-up set."""
 
-    def __init__(self, backend: TorchBackend[Any], optimizer: torch.optim.Optimizer, schedule: Schedule) -> None:
+    def __init__(
+        self,
+        backend: TorchBackend[Any],
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        precision: Precision | None = None,
+    ) -> None:
+        """Prepare the updates. `precision` is that of the backend, if it is not given."""
         self._backend, self.optimizer, self.schedule = backend, optimizer, schedule
-        self._precision, self._config = backend.precision, backend.config
-        self.step = 0  # number of updates, for warm-up and messages
+        self._precision, self._config = precision or backend.precision, backend.config
+        self._label = ""  # begins a message about an update
+        self.step = 0  # number of updates made so far, for warm-up and messages
         self.parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._gradients = backend.wrapper.make_gradients(self.parameters)
-        self._nan_policy = NanPolicy(self._config.nan_policy, backend.report)
+        self._nan_policy = NanPolicy(self._config.nan_policy, backend.on_event)
         self._apply_gradients = self._precision.updating(optimizer)
         self._clipped_norm: torch.Tensor | None = None  # norm of the newest update before clipping
         self._unread: Unread | None = None  # the newest update, until its gradients have been checked
         self._looks_later = self._may_look_later()
 
     def finish(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult) -> None:
-        """Make the one update of `update_batch`.
+        """Make the update of `update_batch`. All ranks must call it.
 
-        It is skipped if its gradients are not finite and `nan_policy` asks for that. All ranks.
+        The update is skipped if its gradients are not finite and `nan_policy` selects that.
         """
         self._make_ready(update_batch, losses, result)
         if result.skipped:
@@ -51,7 +60,7 @@ class Update:
         self.step += 1
 
     def look_back(self) -> None:
-        """Apply `nan_policy` to the newest update, if it has not been checked yet. All ranks."""
+        """Check the newest update and apply `nan_policy`, if that has not been done yet. All ranks must call it."""
         unread, self._unread = self._unread, None
         if unread is not None and unread.is_bad():
             self._on_non_finite(
@@ -63,11 +72,11 @@ class Update:
         self.step = step
 
     def forget(self) -> None:
-        """Drop the pending check of the newest update."""
+        """Drop the newest update's pending check."""
         self._unread = None
 
     def gradient_norm(self) -> float | None:
-        """Return the global norm of the newest update's gradient, before clipping. All ranks."""
+        """Return the global norm of the newest update's gradients before clipping. All ranks must call it."""
         return self._gradients.norm() if self._clipped_norm is None else float(self._clipped_norm)
 
     def rates(self) -> list[float]:
@@ -79,6 +88,8 @@ class Update:
     def _make_ready(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult) -> None:
         """Unscale, rescale and clip the gradients, and check them for NaN."""
         self._precision.unscale(self.optimizer)
+        for hook in self._backend.before_update:
+            hook()
         gradients = self._gradients.views()
         total = self._backend.passes.take_total()
         if total is not None:
@@ -88,7 +99,7 @@ class Update:
         if self._looks_later:
             self.look_back()
             self._unread = self._unread_of(gradients, update_batch, losses)
-        elif not self._are_finite(gradients):
+        elif not self._are_finite(gradients) or self._has_dropped_overflow():
             self._on_non_finite(update_batch, losses, result)
 
     def _apply(self) -> bool:
@@ -99,7 +110,7 @@ class Update:
     def _may_look_later(self) -> bool:
         """Return whether the check of the gradients can wait until the next update.
 
-        It can if the device has work in the meantime and no update is ever skipped.
+        This holds if the device works in the meantime and no update is ever skipped.
         """
         is_on_gpu = self._gradients.device.type == "cuda"
         return is_on_gpu and not self._precision.leaves_out and self._config.nan_policy != "skip"
@@ -108,6 +119,10 @@ class Update:
         if self._clipped_norm is not None:
             return math.isfinite(self._clipped_norm.item())
         return self._gradients.are_finite(gradients)
+
+    def _has_dropped_overflow(self) -> bool:
+        """Return whether the scaler has found a gradient that is not finite and that a hook has dropped since."""
+        return bool(self._backend.before_update) and self._precision.has_found_overflow(self.optimizer)
 
     def _unread_of(self, gradients: list[torch.Tensor], update_batch: UpdateBatch, losses: list[Loss]) -> Unread:
         norm = self._clipped_norm  # norm - norm is 0, or NaN if the norm is not finite
@@ -134,8 +149,8 @@ class Update:
     def _judge(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult, is_late: bool) -> None:
         votes = votes_of(self._backend.world, (float(loss.value.detach()) for loss in losses))
         if not any(votes.values()) and self._precision.may_overflow():
-            result.skipped = True  # the scaler lowers its scale
+            result.skipped = True  # make the scaler lower its scale
             return
         step = self.step - is_late
-        where = describe(step + 1, update_batch, votes)
+        where = self._label + describe(step + 1, update_batch, votes)
         self._nan_policy.apply(step, where, result, can_be_made=not self._precision.leaves_out, is_late=is_late)

@@ -9,12 +9,14 @@ from typing import Any
 class Waits:
     """Compute the waiting times of one wrapper.
 
-    torch measures the first ten updates and then one in a hundred. The slow first updates would dominate its means
-    for thousands of updates.
+    torch measures the first ten updates and then one in a hundred. The slow first updates would dominate torch's
+    means for thousands of updates, so the times since the last call are computed from them.
     """
 
     def __init__(self) -> None:
-        self._count, self._exchange, self._overlap = 0, 0, 0  # number of measured updates, and their total nanoseconds
+        # Number of measured updates, and their total times in nanoseconds: for communication, and for the part of it
+        # that overlaps with computation.
+        self._count, self._exchange, self._overlap = 0, 0, 0
         self._newest: float | None = None
 
     def take(self, data: Mapping[str, Any]) -> float | None:

@@ -16,13 +16,13 @@ import torch
 
 from distributed.backends._torch.nested import children, rebuilt
 
-Objective = Callable[[Callable[..., Any], Any], Any]
+ComputeLoss = Callable[[Callable[..., Any], Any], Any]
 
 
 class _Traced(torch.nn.Module):
     """Compute the loss as a function of tensors only, as the tracer requires."""
 
-    def __init__(self, model: torch.nn.Module, objective: Objective, batch: Any) -> None:
+    def __init__(self, model: torch.nn.Module, objective: ComputeLoss, batch: Any) -> None:
         super().__init__()
         self.model = model
         self._objective, self._batch = objective, batch
@@ -32,7 +32,7 @@ class _Traced(torch.nn.Module):
         return loss
 
 
-def graph_of(model: torch.nn.Module, objective: Objective, batch: Any, num_samples: int) -> bytes:
+def graph_of(model: torch.nn.Module, objective: ComputeLoss, batch: Any, num_samples: int) -> bytes:
     """Return a GraphDef of the model and its loss in eval mode, traced on one sample of the batch.
 
     Raises whatever the model raises under torch's tracer. The caller saves and restores the generators.
@@ -49,8 +49,8 @@ def graph_of(model: torch.nn.Module, objective: Objective, batch: Any, num_sampl
 def _converter() -> Any:
     """Return the module that `SummaryWriter.add_graph` calls, without its package.
 
-    The package imports TensorFlow if it is installed, which takes seconds and hundreds of megabytes (`_embedding.py`,
-    torch 2.13).
+    Workaround (torch 2.13, no upstream issue known; may go when the package does not import TensorFlow): it imports
+    TensorFlow if that is installed (`_embedding.py`), which takes seconds and hundreds of megabytes.
     """
     name = "distributed_torch_tensorboard"
     if name not in sys.modules:

@@ -1,6 +1,6 @@
 """Turn a sharded model into the ordinary module that the user gave.
 
-It has whole parameters and none of fully_shard's additions.
+The ordinary module has whole parameters and none of fully_shard's additions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _HOOKS = (
 class WholeForm:
     """Exchange the sharded parameters of a model for whole ones and back, in the same module objects.
 
-    Only `gather` is a collective.
+    Only `gather` is a collective. Workaround (torch 2.13, no upstream issue known; may go when torch can undo
+    fully_shard): the classes, hooks and records that fully_shard adds are set aside and put back here.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -35,15 +36,16 @@ class WholeForm:
         self._model = model
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._classes = [type(unit) for unit in self._units]
-        self._hooks: list[tuple[dict[int, Any], dict[int, Any], list[int]]] = []  # fully_shard's hooks, set aside
+        # fully_shard's hooks, which are removed while the model is whole
+        self._hooks: list[tuple[dict[int, Any], dict[int, Any], list[int]]] = []
         self._notes: list[
             tuple[dict[str, Any], dict[str, Any]]
-        ] = []  # its records in the units, which hold process groups
+        ] = []  # fully_shard's state of the units, which holds process groups
         self._owners: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # sharded parameter -> whole parameter
         self.is_shown = False  # whether the model now has the whole parameters
-        self.is_current = False  # whether they have the values of the sharded ones
+        self.is_current = False  # whether the whole parameters have the values of the sharded ones
 
     @property
     def num_bytes(self) -> int:
@@ -51,11 +53,11 @@ class WholeForm:
         return sum(p.numel() * p.element_size() for p in self._model.parameters() if is_sharded(p))
 
     def gather(self, home: torch.device, *, keep: bool = True) -> None:
-        """Assemble every parameter on `home`, one after the other. All ranks.
+        """Assemble every parameter on `home`, one after the other. All ranks must call it.
 
         With `keep=False` this rank only takes part in the collectives.
         """
-        self._reshard()
+        self.reshard()
         self._owners = [
             (module._parameters, name, parameter)  # type: ignore[misc]
             for module in self._model.modules()
@@ -82,7 +84,7 @@ class WholeForm:
         """Put the whole parameters into the model, move its buffers to `home` and set aside what fully_shard added."""
         if self.is_shown:
             return
-        self._reshard()
+        self.reshard()
         for unit, cls in zip(self._units, self._classes, strict=True):
             unit.__class__ = cls.__bases__[1]  # the second base of FSDPLinear, which is (FSDPModule, Linear)
             own = vars(unit)
@@ -127,8 +129,8 @@ class WholeForm:
             parameter.data = parameter.data.new_empty(0)
         self.is_current = False
 
-    def _reshard(self) -> None:
-        """Free parameters that a forward left gathered. Not a collective."""
+    def reshard(self) -> None:
+        """Free parameters that a forward pass left gathered. Not a collective."""
         for unit in self._units:
             unit.reshard()
 
@@ -150,14 +152,14 @@ class WholeForm:
 
 
 def _is_of_fully_shard(hook: Any) -> bool:
-    function = getattr(hook, "hook", hook)  # hooks of load_state_dict are wrapped
+    function = getattr(hook, "hook", hook)  # torch wraps hooks of load_state_dict in an object
     return str(getattr(function, "__module__", "")).startswith(_FULLY_SHARD)
 
 
 def free_bytes(device: torch.device, num_sharing: int) -> int:
     """Return the memory in bytes that one of `num_sharing` processes can still allocate on `device`.
 
-    A GPU is not shared.
+    The memory of the host is divided by `num_sharing`, that of a GPU is not.
     """
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -177,7 +179,7 @@ def _host_free_bytes() -> int:
 
 @contextlib.contextmanager
 def whole_for_a_while(model: torch.nn.Module, *, is_main: bool) -> Iterator[torch.nn.Module | None]:
-    """Yield `model`, whole and on the CPU, on the main process, and None on all other ranks. All ranks.
+    """Yield `model`, whole and on the CPU, on the main process, and None on all other ranks. All ranks must call it.
 
     Changes made to the model in this block are lost.
     """

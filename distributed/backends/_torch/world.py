@@ -43,7 +43,7 @@ class TorchWorld(world.World):
     transport: str | None = None  # nccl, gloo or mpi; None for one process
 
     def is_alive(self) -> bool:
-        """Return whether the group has not been ended. Not a collective."""
+        """Return whether the group still exists. Not a collective."""
         return True
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class TorchWorld(world.World):
         """
 
     @abc.abstractmethod
-    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+    def reduce_scatter(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
         """Return this rank's row of the contiguous `rows` [world_size, ...], combined over all ranks."""
 
     @abc.abstractmethod
@@ -116,7 +116,7 @@ class OneTorchProcess(world.OneProcess, TorchWorld):
     def gather_tensors(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor.clone()]
 
-    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+    def reduce_scatter(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
         return rows[0].clone()
 
     def wrap(self, module: torch.nn.Module, **options: Any) -> torch.nn.Module:
@@ -185,7 +185,7 @@ class ProcessGroup(TorchWorld):
         dist.all_gather(boxes, tensor)
         return boxes
 
-    def combine_rows(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
+    def reduce_scatter(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
         mine = torch.empty_like(rows[0])
         # Flatten the tensors, because gloo requires equal numbers of dimensions. torch 2.13 renamed the function.
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -227,7 +227,7 @@ class ProcessGroup(TorchWorld):
 
     def barrier(self) -> None:
         device = torch.device(self._device)
-        # Without the argument torch warns that it uses the current device, which is the same.
+        # Without the argument torch 2.13 warns that it uses the current device, which is the same one.
         is_named = device.type == "cuda" and self.transport != "gloo"
         dist.barrier(device_ids=[device.index] if is_named else None)
 
@@ -279,9 +279,9 @@ def _backends(plan: ProcessPlan, config: DistributedConfig, usual: str | None) -
 def _join(
     found: WorkerEnvironment, transport: str, config: DistributedConfig, warn: Callable[[str], None], call: str
 ) -> None:
-    # The functions of this module take the default group as the default of an argument. DDP imports the module. If the
-    # first import is after joining, the group and its threads outlive destroy_process_group() and can abort the process
-    # at exit (torch 2.13).
+    # Workaround (torch 2.13, no upstream issue known; may go when the import of this module keeps no group alive): its
+    # functions take the default group as the default of an argument. DDP imports the module. If the first import is
+    # after joining, the group and its threads outlive destroy_process_group() and can abort the process at exit.
     importlib.import_module("torch.distributed.nn.functional")
     timeout = timedelta(seconds=config.timeout_s)
     store = dist.HashStore() if found.source == "alone" else rendezvous(found, config.start_timeout, warn, call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 
     from distributed.backends._torch.gradients import Gradients
     from distributed.backends._torch.precision import Precision
+    from distributed.backends._torch.several_update import SeveralUpdate
     from distributed.backends._torch.update import Update
     from distributed.backends.torch_base import TorchBackend
     from distributed.state import UpdateBatch
@@ -57,16 +59,18 @@ class Wrapper:
 
         return Gradients(parameters, self._backend.plain, self._backend.device)
 
-    def make_update(self, optimizer: Any, schedule: Any) -> Update:
+    def make_update(self, optimizer: Any, schedule: Any) -> Update | SeveralUpdate:
         """Return the object that makes updates from the gradients."""
-        from distributed.backends._torch.update import Update
-
-        return Update(self._backend, optimizer, schedule)
+        update: Update | SeveralUpdate = self._backend.kind.update(self._backend, optimizer, schedule)
+        return update
 
     def before_first_update(self, update_batch: UpdateBatch) -> torch.nn.Module:
         """Return the module to call from now on. Called once after each `wrap`, when the first batch is known."""
         wrapped: torch.nn.Module = self._backend.wrapped
         return wrapped
+
+    def free_gathered(self) -> None:
+        """Free copies of the weights that a forward pass left behind, before the weights change. Not a collective."""
 
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward passes exchange no gradients."""
@@ -80,10 +84,22 @@ class Wrapper:
         self._backend.precision.scaled(value).backward()
 
     def exchange(self) -> None:
-        """Return when the gradients of an update are averaged over all ranks. On a GPU the work may only be queued."""
+        """Wait until the gradients of an update are averaged over all ranks. On a GPU the work may only be queued."""
+
+    # The following methods are for several models, each with an optimizer of its own.
+
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0, if ranks have copies of the models. Called before each update batch."""
+
+    def backward_of(self, value: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Add the gradients of `value` to `parameters`, which belong to one of the models, and to no others."""
+        value.backward(inputs=list(parameters))  # type: ignore[no-untyped-call]
+
+    def exchange_of(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Average the gradients of `parameters`, which belong to one of the models, over all ranks."""
 
     def after_non_finite(self) -> None:
         """Discard state kept from an update with non-finite gradients, after `nan_policy` was applied."""
 
     def release(self) -> None:
-        """Remove what is around the model. The backend drops the wrapped module afterwards."""
+        """Remove the wrapper's hooks and state. The backend drops the wrapped module afterwards."""

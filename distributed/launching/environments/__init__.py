@@ -1,5 +1,5 @@
 """Cluster environments: what the variables of torchrun, Slurm, Open MPI, Horovod, TF_CONFIG and pods say of this process.
 
 Each environment is one file with a function `worker`, and a function `node` where the environment can have one task per node,
-and one row in `registry.py`. Starting processes belongs to the rest of `launching`.
+and one entry in `registry.py`. Starting processes belongs to the rest of `launching`.
 """

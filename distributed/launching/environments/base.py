@@ -24,7 +24,7 @@ class WorkerEnvironment:
     master_addr: str
     master_port: int
     restart_count: int
-    source: str  # the name of a row in `registry.py`, or "alone", "arguments" or "torch" if no launcher set it
+    source: str  # the name of an entry in `registry.py`, or "alone", "arguments" or "torch" if no launcher set it
 
     def to_environ(self) -> dict[str, str]:
         """Return the variables that a plain torchrun script reads."""
@@ -59,7 +59,7 @@ class WorkerEnvironment:
 
 @dataclasses.dataclass(frozen=True)
 class NodeEnvironment:
-    """One task or pod per node: this process is to launch the workers of its node."""
+    """The place of this process among the nodes, if it is the only task or pod of its node and launches the node's workers."""
 
     num_nodes: int
     node_rank: int
@@ -70,15 +70,15 @@ class NodeEnvironment:
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """What an environment may look at."""
+    """Variables and arguments by which a cluster environment recognizes itself."""
 
     environ: Mapping[str, str]
     argv: Sequence[str] = ()
     nproc_per_node: int | None = None  # the processes per node that somebody explicitly asked for
 
 
-# What `worker` and `node` of an environment return. None: its variables are not set, and the next row is asked. False: its
-# variables are set, and this process is no worker, or does not launch a node; no further row is asked.
+# What `worker` and `node` of an environment return. None: the variables of this environment are not set, so the next entry is
+# asked. False: the variables are set, but this process is not a worker, or does not launch a node; no further entry is asked.
 Worker = WorkerEnvironment | Literal[False] | None
 Node = NodeEnvironment | Literal[False] | None
 
@@ -97,16 +97,16 @@ def _no_job(environ: Mapping[str, str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ClusterEnvironment:
-    """A row of the registry: one way in which a launcher gives a process its rank.
+    """An entry of the registry: one way in which a launcher gives a process its rank.
 
     Attributes:
-        name: `WorkerEnvironment.source` of its workers.
-        worker: return the place of this process among the workers, None, or False (see `Worker`).
-        node: return this node among those that launch their processes themselves, None, or False. Not called in a worker.
-        listens: which ports its launcher opens to others, shown as a warning; "" for none.
-        listens_with: an environment variable without which it opens none, or "".
-        job: return a name that this start and its restarts have in common, and no other start, or "".
-        is_worker: return whether this process is a worker of its launcher and therefore launches no node.
+        name: `WorkerEnvironment.source` of the workers.
+        worker: returns the place of this process among the workers, or None or False (see `Worker`).
+        node: returns the place of this node among nodes that launch their own workers, or None or False. Not called in a worker.
+        listens: a warning about the ports that the launcher opens to other machines; "" if it opens none.
+        listens_with: an environment variable without which the launcher opens no ports, or "".
+        job: returns a name that is the same in each restart of this start and different in any other start, or "".
+        is_worker: returns whether this process is a worker of the launcher and therefore launches no node.
     """
 
     name: str
@@ -118,8 +118,13 @@ class ClusterEnvironment:
     is_worker: Callable[[Mapping[str, str]], bool] = _no_worker
 
 
+def are_set(*names: str) -> Callable[[Mapping[str, str]], bool]:
+    """Return the `is_worker` of a launcher that sets the variables `names` in its workers."""
+    return lambda environ: all(name in environ for name in names)
+
+
 def number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """Return the variable `name` as an integer, or `default` if it is empty or missing. Raises ResourceError for other text."""
+    """Return the variable `name` as an integer, or `default` if it is empty or missing. Raises ResourceError for any other text."""
     text = environ.get(name, "")
     if text == "" and default is not None:
         return default
@@ -132,5 +137,5 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
 
 
 def derived_port(job: str) -> int:
-    """Return a port that every process of `job` computes alike, below the kernel's range of free ports."""
+    """Return a port that is the same in every process of `job`, below the range from which the kernel assigns free ports."""
     return 20000 + zlib.crc32(job.encode()) % 12000

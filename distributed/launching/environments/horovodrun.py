@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from distributed.launching.environments.base import (
+    Surroundings,
+    Worker,
+    WorkerEnvironment,
+    are_set,
+    derived_port,
+    number,
+)
 
-from distributed.launching.environments.base import Surroundings, Worker, WorkerEnvironment, derived_port, number
-
-
-def is_worker(environ: Mapping[str, str]) -> bool:
-    """Return whether horovodrun started this process over Gloo."""
-    return "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ
+is_worker = are_set("HOROVOD_RANK", "HOROVOD_SIZE")
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return this process among those of horovodrun. On several nodes the host of its rendezvous server is `master_addr`."""
+    """Return the place of this process among the workers of horovodrun.
+
+    With several nodes, `master_addr` is the host of horovodrun's rendezvous server.
+    """
     environ = at.environ
     if not is_worker(environ):
         return None

@@ -14,13 +14,18 @@ from distributed.launching.environments.base import Node, NodeEnvironment, Surro
 _DEFAULT_PORT = 29500
 
 
+def is_pod(environ: Mapping[str, str]) -> bool:
+    """Return whether this process runs in a pod of a job whose pods have numbers."""
+    return any(environ.get(name, "") != "" for name in ("JOB_COMPLETION_INDEX", "PET_NNODES"))
+
+
 def numbers_pod(environ: Mapping[str, str]) -> bool:
     """Return whether RANK is the number of this pod, as Kubeflow sets it."""
     return bool(environ.get("PET_NNODES")) and environ.get("PET_NODE_RANK", "") == environ.get("RANK")
 
 
 def node(at: Surroundings) -> Node:
-    """Return this pod if it is to launch processes."""
+    """Return the place of this pod among the pods if it is to launch workers, otherwise None."""
     environ, nproc_per_node = at.environ, at.nproc_per_node
     if environ.get("PET_NNODES"):
         pod = _from_torchrun_options(environ)
@@ -37,7 +42,7 @@ def node(at: Surroundings) -> Node:
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return this pod if it is one worker itself, and nobody asked for processes in it.
+    """Return the place of this pod if it is itself one worker, and no number of processes per node was asked for.
 
     Raises ResourceError if the processes of this pod should have been launched.
     """
@@ -50,6 +55,7 @@ def worker(at: Surroundings) -> Worker:
 
 
 def _of_one_process(environ: Mapping[str, str]) -> NodeEnvironment | None:
+    """Return the place of this pod if each pod is one process, else None. Raises ResourceError if it is to run several."""
     if environ.get("PET_NNODES"):
         pod = _from_torchrun_options(environ)
         if (pod.nproc_per_node or 1) > 1:
@@ -69,15 +75,16 @@ def _of_one_process(environ: Mapping[str, str]) -> NodeEnvironment | None:
 
 
 def _has_index(environ: Mapping[str, str]) -> bool:
-    """Return whether this is a pod of an indexed Job that trains together.
+    """Return whether this is a pod of an indexed Job whose pods train together.
 
-    A Job of independent tasks has an index too; only WORLD_SIZE says that they train together.
+    The pods of a Job of independent tasks have an index too. Only WORLD_SIZE tells that the pods train together.
     """
     has_size = environ.get("WORLD_SIZE", "") not in ("", "1")
     return has_size and environ.get("RANK", "") == "" and environ.get("JOB_COMPLETION_INDEX", "") != ""
 
 
 def _from_torchrun_options(environ: Mapping[str, str]) -> NodeEnvironment:
+    """Return the place of this pod by torchrun's PET_ variables. Raises ResourceError if they make no sense."""
     num_pods = _num_nodes(environ["PET_NNODES"])
     if num_pods > 1 and environ.get("PET_NODE_RANK", "") == "":
         raise ResourceError(
@@ -91,7 +98,7 @@ def _from_torchrun_options(environ: Mapping[str, str]) -> NodeEnvironment:
     processes = environ.get("PET_NPROC_PER_NODE", "")
     if processes.isdigit():
         return NodeEnvironment(num_pods, index, addr, port, int(processes))
-    world_size = _number(environ, "WORLD_SIZE", 0)  # "auto": Kubeflow has counted it here
+    world_size = _number(environ, "WORLD_SIZE", 0)  # for "auto", Kubeflow sets WORLD_SIZE
     return NodeEnvironment(num_pods, index, addr, port, world_size // num_pods or None)
 
 

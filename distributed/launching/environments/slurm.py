@@ -1,4 +1,4 @@
-"""Tasks of a step of Slurm's `srun`. The shell of a batch script is no task: it launches."""
+"""Tasks of a step of Slurm's `srun`. The shell of a batch script is not a task: it launches tasks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from distributed.launching.environments.base import (
     number,
 )
 
-_NOT_A_STEP = {"", "4294967290", "4294967291", "4294967292", "-5", "-6", "-4"}  # batch, interactive, external
+_NOT_A_STEP = {"", "4294967290", "4294967291", "4294967292", "-5", "-6", "-4"}  # interactive, batch and extern step
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return this task of a step as one worker, or False if it is to launch the processes of its node.
+    """Return this task of a step as one worker, False if it is to launch the workers of its node, or None outside a step.
 
-    A TF_CONFIG of several workers wins over a step of one task, as in the shell of `srun --pty`.
+    In a step of one task, such as the shell of `srun --pty`, a TF_CONFIG with several workers takes precedence.
     """
     environ = at.environ
     if not is_step(environ):
         return None
-    if (at.nproc_per_node or 1) > 1 and _one_task_per_node(environ):
-        return False
     is_alone = number(environ, "SLURM_NTASKS", 1) == 1
+    asked = at.nproc_per_node or 0
+    if (asked > 1 or (asked == 1 and not is_alone)) and _one_task_per_node(environ):
+        return False
     return (tf_config.worker(at) if is_alone else None) or _task(environ)
 
 
 def node(at: Surroundings) -> Node:
-    """Return this node among those of a step with one task per node."""
+    """Return the place of this node in a step with one task per node, False in other steps, or None outside a step."""
     environ = at.environ
     if not is_step(environ):
         return None
@@ -45,21 +46,24 @@ def node(at: Surroundings) -> Node:
 
 
 def job(environ: Mapping[str, str]) -> str:
-    """Return the name of this step, which a requeued job keeps."""
+    """Return a name of this step. A requeued job keeps it."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID")
     return f"slurm {environ['SLURM_JOB_ID']}.{step}" if "SLURM_JOB_ID" in environ else ""
 
 
 def is_step(environ: Mapping[str, str]) -> bool:
-    """Return whether this process is in a step of `srun`. A batch shell has SLURM_PROCID=0 too, but no real step number."""
+    """Return whether this process is in a step of `srun`.
+
+    The shell of a batch script has SLURM_PROCID=0 too, but no regular step number.
+    """
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     return step not in _NOT_A_STEP and "SLURM_PROCID" in environ and "SLURM_NTASKS" in environ
 
 
 def is_task(environ: Mapping[str, str]) -> bool:
-    """Return whether SLURM_PROCID is that of a task, also where SLURM_STEP_ID was not passed on, as to a container.
+    """Return whether SLURM_PROCID is the number of a task, even if SLURM_STEP_ID is missing, for instance in a container.
 
-    The shell of a batch script has SLURM_PROCID=0, so that any other number is a task's.
+    The shell of a batch script has SLURM_PROCID=0, so any higher number belongs to a task.
     """
     return is_step(environ) or number(environ, "SLURM_PROCID", 0) > 0
 
@@ -100,7 +104,7 @@ def _task(environ: Mapping[str, str]) -> WorkerEnvironment:
 
 
 def _master(environ: Mapping[str, str]) -> tuple[str, int]:
-    """Return the host of the step's first node, and a port that every task of the step computes alike."""
+    """Return the host of the step's first node, and a port that is the same in every task of the step."""
     nodes = (
         environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     )

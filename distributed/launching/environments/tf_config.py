@@ -11,16 +11,16 @@ from distributed.launching.environments.base import Surroundings, Worker, Worker
 
 @dataclasses.dataclass(frozen=True)
 class TFCluster:
-    """The workers' addresses in TF_CONFIG, a chief first, and which of them this process is."""
+    """The addresses of the workers in TF_CONFIG (the chief comes first, if there is one), and the number of this process."""
 
     addresses: tuple[str, ...]
     rank: int
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return this process among the workers of TF_CONFIG.
+    """Return the place of this process among the workers of TF_CONFIG.
 
-    Return None if TF_CONFIG names one worker or is malformed: the TensorFlow backend refuses it where it matters.
+    Return None if TF_CONFIG names only one worker or is malformed. The TensorFlow backend refuses a malformed one.
     """
     text = at.environ.get("TF_CONFIG", "")
     cluster = read_tf_config(text) if text else None

@@ -18,11 +18,11 @@ from distributed.launching.environments.base import Surroundings, Worker, Worker
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return this process by RANK and WORLD_SIZE.
+    """Return the place of this process by RANK and WORLD_SIZE, or None if they do not make it a worker.
 
-    If `nproc_per_node` was asked for, or RANK is the number of a pod, they count only together with what a launcher sets
-    beside them (see `is_bare_rank`). Raises ConfigError for a bare RANK above 0 beside `nproc_per_node`, and ResourceError if
-    the variables make no sense.
+    If `nproc_per_node` was asked for, or RANK is the number of a pod, RANK and WORLD_SIZE count only together with other
+    variables that a launcher sets (see `is_bare_rank`). Raises ConfigError for a bare RANK above 0 together with
+    `nproc_per_node`, and ResourceError if the variables make no sense.
     """
     environ = at.environ
     if not has_rank(environ):
@@ -41,7 +41,7 @@ def is_worker(environ: Mapping[str, str]) -> bool:
 
 
 def job(environ: Mapping[str, str]) -> str:
-    """Return the name of this start of torchrun: its run id, or torchrun's own process."""
+    """Return a name of this start of torchrun: its run id if it has one, otherwise a name of torchrun's process."""
     if "TORCHELASTIC_RESTART_COUNT" not in environ:
         return ""
     run_id = environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -49,7 +49,10 @@ def job(environ: Mapping[str, str]) -> str:
 
 
 def _parent_process() -> str:
-    """Return a name of torchrun's process, which lives on when it replaces its workers. Process ids alone are reused."""
+    """Return a name of torchrun's process, which stays the same when torchrun restarts its workers.
+
+    The name has the host, the boot and the start time, because process ids are reused.
+    """
     pid = os.getppid()
     try:
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -77,7 +80,7 @@ def pass_over_stale_rank(
 ) -> str | None:
     """Remove a bare RANK=0 and its WORLD_SIZE from `environ`, because `nproc_per_node` was given. Return a line that says so.
 
-    Return None and remove nothing if this process is a worker, if RANK is the number of a pod, or if it is above 0.
+    Return None and remove nothing if this process is a worker, if RANK is the number of a pod, or if RANK is above 0.
     """
     is_bare = is_bare_rank(environ, sys.argv if argv is None else argv) and not is_pods_number(environ)
     if not is_bare or number(environ, "RANK") != 0:
@@ -118,7 +121,7 @@ def refuse_half_a_rank(environ: Mapping[str, str], nproc_per_node: int | None, n
 
 
 def is_pods_number(environ: Mapping[str, str]) -> bool:
-    """Return whether RANK is the number of this pod. Kubeflow sets it so for torchrun."""
+    """Return whether RANK is the number of this pod, as Kubeflow sets it for torchrun, and not the rank of a process."""
     return not _is_launched(environ) and pod.numbers_pod(environ)
 
 
@@ -128,6 +131,7 @@ def is_local_rank(argument: str) -> bool:
 
 
 def _from_variables(environ: Mapping[str, str], argv: Sequence[str]) -> WorkerEnvironment:
+    """Return the place of this process by torchrun's variables, with defaults for all but RANK and WORLD_SIZE."""
     rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ResourceError(

@@ -1,1 +1,1 @@
-"""The parts of the MLflow logger. Nothing here imports MLflow before a run that logs to it starts."""
+"""The parts of the MLflow logger. No module here imports MLflow before a run that logs to MLflow starts."""

@@ -1,6 +1,6 @@
 """One run at MLflow: find, join or create it, and log to it.
 
-Every method may block as long as the server does not answer.
+Every method may block until the server answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from distributed.loggers._mlflow.database import make_whole
 from distributed.loggers._mlflow.spool import RunRecord
 from distributed.loggers._mlflow.tracking_uri import beside, default_uri
 
-KEY = "distributed.key"  # the tag that names the run directory whose run it is
+KEY = "distributed.key"  # the tag with the key of the run directory to which the run belongs
 _SETTINGS, _BASELINE = "distributed.settings", "distributed.scaling_baseline"
 PARENT = "mlflow.parentRunId"
 
@@ -25,22 +25,22 @@ Entry = Mapping[str, Any]
 
 
 class Refused(Exception):
-    """MLflow will never take this, however often it is sent."""
+    """MLflow refuses a request. Sending the same request again would fail in the same way."""
 
 
 class Kept(Refused):
-    """The run keeps other values of these parameters; all others were taken."""
+    """Some parameters already have other values in the run, which MLflow does not change. All others were logged."""
 
 
 class Later(Exception):
-    """Something else has to be logged first."""
+    """The run of a trial cannot be created yet, because its parent, the run of the sweep, does not exist yet."""
 
 
 class TrackedRun:
-    """The MLflow run of one run directory. It updates `record`, which the caller writes."""
+    """The MLflow run of one run directory. Its methods update `record`, and the caller writes the record to its file."""
 
     def __init__(self, run_dir: Path, record: RunRecord, uri: str, on_request: Callable[[int], None]) -> None:
-        """Create it. `on_request` is called before each request, with the bytes of files that it sends."""
+        """Create the client. `on_request` is called before each request with the number of bytes of the files in the request."""
         from mlflow import MlflowClient
 
         self._on_request = on_request
@@ -53,7 +53,7 @@ class TrackedRun:
     # finding the run
 
     def open(self) -> bool:
-        """Find the run, join the one that the user has open, or make one; whether it is another than the recorded one."""
+        """Find the recorded run, join the run that the user has open, or create a run. Return whether it is not the recorded one."""
         record = self._record
         with _without_migration_lines():
             found = self._usable(record.run_id) or self._joined() or self._own()
@@ -66,7 +66,7 @@ class TrackedRun:
     def _joined(self) -> Any:
         """Return the run that the user has open, or None.
 
-        If another trainer writes to it already, return a run below it: the steps of the two would be mixed.
+        If another trainer already writes to it, return a new run below it, because the steps of the two trainers would be mixed.
         """
         run = self._usable(self._record.wanted)
         if run is not None and run.data.tags.get(KEY, self._record.key) != self._record.key:
@@ -75,16 +75,16 @@ class TrackedRun:
         return run
 
     def _own(self) -> Any:
-        """Return the run of this run directory, in the recorded experiment. That of a trial is below its sweep's."""
+        """Return the run of this run directory, in the recorded experiment. The run of a trial is below that of its search."""
         sweep = RunRecord.of_sweep(self._run_dir)
         if sweep is not None and sweep.run_id is None:
-            raise Later("the run of the sweep is not there yet")
+            raise Later("the run of the search is not there yet")
         experiment = self._experiment() if sweep is None else str(sweep.experiment_id)
         found = self._earlier(experiment) if self._record.is_asked_for else None
         return found or self._make(experiment, {} if sweep is None else {PARENT: str(sweep.run_id)})
 
     def _usable(self, run_id: str | None) -> Any:
-        """Return the run if it exists and is not deleted."""
+        """Return the run with the id `run_id` if it exists and is not deleted, else None."""
         if run_id is None:
             return None
         try:
@@ -98,7 +98,7 @@ class TrackedRun:
         return self._usable(self.id) is not None
 
     def _earlier(self, experiment: str) -> Any:
-        """Return a run that was created although its answer never came."""
+        """Return a run that the server created for this run directory without its answer arriving, or None."""
         ours = f"tags.`{KEY}` = '{self._record.key}'"
         return next(iter(self._ask(self._client.search_runs, [experiment], ours, max_results=1)), None)
 
@@ -118,7 +118,8 @@ class TrackedRun:
             return str(self._record.experiment_id)
         found = self._ask(self._client.get_experiment_by_name, name)
         if found is None:
-            # A server knows where it keeps artifacts. For a local file, MLflow's default is the working directory.
+            # Workaround (MLflow 3.17.2, mlflow/mlflow#4034; may go when MLflow stores artifacts beside a local database): with a
+            # local database, MLflow would store them in the working directory. A server chooses the location itself.
             is_ours = self.uri == default_uri(self._run_dir)
             location = (beside(self._run_dir) / "mlartifacts").as_uri() if is_ours else None
             with contextlib.suppress(Refused):  # another run has just created it
@@ -126,10 +127,10 @@ class TrackedRun:
             found = self._ask(self._client.get_experiment_by_name, name)
         return str(found.experiment_id)
 
-    # logging to it
+    # logging to the run
 
     def log(self, entries: Sequence[Entry]) -> None:
-        """Log entries of one kind, as `grouped` returns them. Raises Refused, or whatever an absent server leads to."""
+        """Log entries of one kind, as `grouped` returns them. Raises Refused, or any other error if the server is absent."""
         kind = entries[0]["kind"]
         if kind == "metrics":
             self._metrics(entries)
@@ -151,7 +152,7 @@ class TrackedRun:
         self._ask(self._client.log_batch, self.id, metrics=entities)
 
     def _params(self, entry: Entry) -> None:
-        """Log the parameters of which the run has no other value: MLflow changes none."""
+        """Log the parameters that the run does not have yet. Raises Kept for changed values, because MLflow cannot change them."""
         from mlflow.entities import Param
 
         there = self._ask(self._client.get_run, self.id).data.params
@@ -185,7 +186,7 @@ class TrackedRun:
             self._ask(log, self.id, str(path), entry["to"] or None, num_bytes=_num_bytes(path))
 
     def _model(self, entry: Entry) -> None:
-        """Create a version of the registered model, at most one of this run's checkpoint."""
+        """Log the model of a checkpoint and create a version of the registered model, unless the version exists."""
         from distributed.loggers._mlflow.model import staged_model
 
         name, checkpoint = entry["name"], self._run_dir / entry["checkpoint"]
@@ -193,10 +194,11 @@ class TrackedRun:
         if not checkpoint.exists():
             return
         size = _num_bytes(checkpoint)
-        self._on_request(size)  # MLflow reads and writes it before the request
-        with staged_model(checkpoint, entry["model_class"], self.id) as directory:
+        self._on_request(size)  # the checkpoint is copied before the first request
+        program = self._run_dir / entry["program"] if "program" in entry else None
+        with staged_model(checkpoint, entry["model_class"], self.id, program, entry.get("loader", "")) as directory:
             self._ask(self._client.log_artifacts, self.id, str(directory), to, num_bytes=size)
-        with contextlib.suppress(Refused):  # it exists already
+        with contextlib.suppress(Refused):  # the registered model exists already
             self._ask(self._client.create_registered_model, name)
         source = f"{self._ask(self._client.get_run, self.id).info.artifact_uri}/{to}"
         versions = self._ask(self._client.search_model_versions, f"name='{name}' and run_id='{self.id}'")
@@ -204,7 +206,7 @@ class TrackedRun:
             self._ask(self._client.create_model_version, name, source, self.id)
 
     def _scaling(self, entry: Entry) -> None:
-        """Log the speed-up over the newest run of one process that had the same settings, if there is one."""
+        """Log the speed-up over the newest single-process run with the same settings, if there is one."""
         from mlflow.entities import Metric, RunTag
 
         same = (
@@ -228,7 +230,7 @@ class TrackedRun:
         )  # fmt: skip
 
     def _ask(self, call: Any, *arguments: Any, num_bytes: int = 0, **named: Any) -> Any:
-        """Return the answer. Raises Refused for an error that is about the request itself."""
+        """Call `call` and return its result. Raises Refused if MLflow refuses the request itself."""
         from mlflow.exceptions import MlflowException
 
         self._on_request(num_bytes)
@@ -241,9 +243,9 @@ class TrackedRun:
 
 
 def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry], int]]:
-    """Return the entries that go together into one request, and the byte at which the last one ends.
+    """Yield (entries that go into one request, the byte of the spool at which the last one ends).
 
-    A request has at most 1000 metrics.
+    A request has at most 1000 metrics, which is MLflow's limit.
     """
     group: list[Entry] = []
     count = end = 0
@@ -259,7 +261,7 @@ def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry],
 
 
 def metric_name(name: str) -> str:
-    """Return `name` in the characters that MLflow takes, and as the path that it has to be."""
+    """Return `name` with only those characters that MLflow allows, and in the form of a valid path."""
     return posixpath.normpath(re.sub(r"[^\w.\-/ ]", "_", name)[:250]).lstrip("/.") or "_"
 
 
@@ -275,7 +277,7 @@ def _num_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def _without_migration_lines() -> Iterator[None]:
-    """Silence MLflow's lines about each of the hundred migrations of a new database."""
+    """Silence the lines that MLflow (3.17) prints about each of the hundred migrations of a new database."""
     loggers = [logging.getLogger(name) for name in ("mlflow.store.db.utils", "alembic", "alembic.runtime.migration")]
     levels = [each.level for each in loggers]
     for each in loggers:

@@ -1,4 +1,4 @@
-"""Send what is in the spool, in a thread of its own: a server that is slow or gone does not slow training down."""
+"""Send the entries of the spool from a separate thread, so that a slow or absent server does not slow training down."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distributed.loggers._mlflow.run import Entry, Kept, Later, Refused, TrackedRun, grouped
-from distributed.loggers._mlflow.spool import RunRecord, Spool
+from distributed.loggers._mlflow.spool import RunRecord
 from distributed.loggers._mlflow.tracking_uri import shown
+from distributed.loggers.spool import Spool
 
-_EVERY_S = 5.0  # between two sendings: a request costs some ten milliseconds of a core
-_LATER_S = 0.5  # until the run of the sweep is looked for again
-_LINES = 5000  # of the spool in the memory at once
+_EVERY_S = 5.0  # seconds between two sendings: a request costs about ten milliseconds of a core
+_LATER_S = 0.5  # seconds until the sender looks for the run of the search again
+_LINES = 5000  # lines of the spool in memory at once
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
-_REFUSALS_SHOWN = 3  # of an attempt
-_PATIENCE_S = 10.0  # that the end waits for each answer ...
-_BYTES_PER_S = 5e6  # ... and for an artifact as long as a slow line needs
-_OF_FILES = ("artifact", "model")  # kinds that MLflow stores elsewhere than figures, where storing may fail by itself
+_REFUSALS_SHOWN = 3  # warnings about refused entries in an attempt
+_PATIENCE_S = 10.0  # seconds that `finish` waits for each answer
+_BYTES_PER_S = 5e6  # `finish` waits longer for files: as long as a connection of this speed needs
+_OF_FILES = ("artifact", "model")  # kinds of entries for which MLflow uses another store, which may fail by itself
 
 
 class _FilesLeft(Exception):
@@ -32,7 +33,7 @@ class _Gone(Exception):
 
 
 class Sender:
-    """The sender of one fit. Call `start`, then `wake` whenever there is more, then `finish`."""
+    """Send the entries of one fit in a thread. Call `start` when the fit begins and `finish` when it ends."""
 
     def __init__(
         self,
@@ -45,8 +46,8 @@ class Sender:
     ) -> None:
         """Create the sender.
 
-        `warn` gets at most three lines about what the store refuses and, while training, one line about a store that
-        does not answer. After training, the caller shows `cause`.
+        `warn` is called at most three times about entries that the store refuses and, during training, once about a store
+        that does not answer. After training, the caller shows `cause`.
         """
         self._run_dir, self._record, self._spool, self._uri, self._warn = run_dir, record, spool, uri, warn
         self.is_open = threading.Event()  # the run's id is known, or the first attempt failed
@@ -55,7 +56,7 @@ class Sender:
         self._run: TrackedRun | None = None
         self._is_warned = not is_training
         self._num_refused = 0
-        self._failed: list[Entry] = []  # of this sending
+        self._failed: list[Entry] = []  # entries with files that could not be stored in this sending
         self.cause = ""  # why the newest sending failed
         self._patience_s = _PATIENCE_S
         self._patient_until, self._give_up_at = 0.0, math.inf
@@ -67,7 +68,7 @@ class Sender:
 
     @property
     def run_id(self) -> str | None:
-        """The id of the run, or None as long as the store has not answered."""
+        """The id of the run, or None until the store has answered."""
         return None if self._run is None else self._run.id
 
     @property
@@ -79,8 +80,10 @@ class Sender:
         self._thread.start()
 
     def finish(self, patience_s: float | None = None, limit_s: float = math.inf) -> bool:
-        """Send what is left, as long as each answer comes within `patience_s` and all within `limit_s`; whether all was sent.
-        The thread may live on where none comes."""
+        """Send the entries that are left. Give up if one answer takes longer than `patience_s`, or all take longer than `limit_s`.
+
+        Return whether everything was sent. If the sender gave up, its thread may still be running.
+        """
         self._patience_s = _PATIENCE_S if patience_s is None else patience_s
         self._give_up_at = time.monotonic() + limit_s
         self._be_patient()
@@ -100,15 +103,16 @@ class Sender:
             )
 
     def _be_patient(self, num_bytes: int = 0) -> None:
-        """Allow as long as the answer to one request may take that sends so many bytes of files."""
+        """Extend the deadline by the time that the answer to a request with `num_bytes` of files may take."""
         self._patient_until = time.monotonic() + self._patience_s + num_bytes / _BYTES_PER_S
 
     def _rest_s(self) -> float:
         return min(self._patient_until, self._give_up_at) - time.monotonic()
 
-    # in the thread
+    # methods that run in the thread
 
     def _work(self) -> None:
+        """Send entries until `finish` was called and everything was sent, or a last attempt to send has failed."""
         pause = _FIRST_PAUSE_S
         while not (self._is_finishing.is_set() and self.left == 0):
             is_last = self._is_finishing.is_set()
@@ -121,9 +125,8 @@ class Sender:
                 if self._is_finishing.is_set():
                     break
                 self._sleep(_LATER_S)
-            except (
-                Exception
-            ) as error:  # a store and its libraries raise errors of any kind: keep the entries and try again
+            except Exception as error:
+                # A store and its libraries raise errors of any kind. Keep the entries and try again.
                 self._warn_of_failure(error)
                 if is_last or (self._is_finishing.is_set() and not isinstance(error, _FilesLeft)):
                     break
@@ -141,11 +144,12 @@ class Sender:
         self.is_open.set()
 
     def _sleep(self, seconds: float) -> None:
-        """Sleep for `seconds`, or until something is logged. Do not sleep once the end is to be sent."""
+        """Sleep for `seconds`, or until `finish` is called. Do not sleep after that."""
         if not self._is_finishing.is_set():
             self._wake.wait(seconds)
 
     def _send(self) -> None:
+        """Find or create the run if that was not done before, then send all entries of the spool."""
         if self._run is None:
             run = TrackedRun(self._run_dir, self._record, self._uri, self._be_patient)
             if run.open():
@@ -164,16 +168,17 @@ class Sender:
                 self._record.write(self._run_dir)
 
     def _log_or_put_back(self, run: TrackedRun, entries: Sequence[Entry]) -> Exception | None:
-        """Log entries.
+        """Log entries. Return the error if files cannot be stored, else None.
 
-        Files that cannot be stored are put behind everything else, once in a sending; then return why.
+        The entry of such files is appended to the spool again, so that everything else is sent first. The files are tried
+        once in a sending.
         """
         entry, cause = entries[0], None
         if entry not in self._failed:
             try:
                 self._log(run, entries)
                 return None
-            except Exception as error:  # as in `_work`
+            except Exception as error:  # of any kind, as in `_work`
                 if entry["kind"] not in _OF_FILES or not run.is_there():
                     raise
                 cause = error
@@ -182,6 +187,7 @@ class Sender:
         return cause
 
     def _log(self, run: TrackedRun, entries: Sequence[Entry]) -> None:
+        """Log entries. If MLflow refuses them, log their parts one by one and leave out what is refused."""
         try:
             run.log(entries)
         except Kept as error:
@@ -192,7 +198,7 @@ class Sender:
             parts = _parts(entries)
             if not parts:
                 self._leave_out(entries[0], error)
-            for each in parts:  # only one of them is refused
+            for each in parts:  # send them one by one, because MLflow may refuse only one of them
                 self._log(run, [each])
 
     def _leave_out(self, entry: Entry, error: Refused) -> None:
@@ -202,7 +208,7 @@ class Sender:
             self._warn(f"MLflow at {shown(self._uri)} refuses {_what(entry)} ({_short(error)}): it is left out{more}")
 
     def _warn_of_deletion(self) -> None:
-        """Warn once that the run was deleted: the thread ends."""
+        """Warn once that the run was deleted. The thread then ends."""
         self.cause = f"its run {self.run_id} was deleted"
         if not self._is_warned:
             self._is_warned = True
@@ -213,7 +219,7 @@ class Sender:
 
 
 def _parts(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries one by one, or the values of a single one; none if it cannot be split."""
+    """Return `entries` as a list, or a single entry split into one entry per value, or [] if it cannot be split."""
     if len(entries) > 1:
         return list(entries)
     (entry,) = entries
@@ -227,7 +233,7 @@ def _what(entry: Entry) -> str:
 
 
 def _short(error: BaseException) -> str:
-    """Return the innermost cause in one short line, because the outer ones are about retries and pools."""
+    """Return the innermost cause of `error` in one short line. The outer errors are about retries and connection pools."""
     while error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__):
         error = error.__cause__ or error.__context__ or error
     text = " ".join(str(error).split()) or type(error).__name__

@@ -1,17 +1,15 @@
-"""What a run logs to MLflow, on disk: the entries in RUN/mlflow.jsonl, and in RUN/mlflow.json what was sent of them, and where.
+"""Records of a run for MLflow, on disk: the entries in RUN/mlflow.jsonl; in RUN/mlflow.json, how many were sent, and to which run.
 
-The logger appends entries and the sender reads them. What was sent once is never sent to the same run in another form:
-a second sending after a crash has the same time, step and value, which MLflow's stores keep once.
+The logger appends entries and the sender reads them. An entry never changes. If it is sent again after a crash, it has the same
+time, step and value, and MLflow's stores keep it only once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from distributed.loggers._mlflow.tracking_uri import (
     users_run,
     users_uri,
 )
+from distributed.loggers.spool import Spool
 
 SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
 
@@ -33,21 +32,22 @@ SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
 class RunRecord:
     """The content of RUN/mlflow.json."""
 
-    key: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))  # of this run directory
-    tracking_uri: str | None = None  # without a password; None: the file beside the run directories
+    # Identifies this run directory in MLflow.
+    key: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    tracking_uri: str | None = None  # without a password; None for the SQLite file beside the run directories
     experiment: str = ""
     experiment_id: str | None = None
     name: str = ""
     run_id: str | None = None
     wanted: str | None = None  # the run that the user had open
-    is_joined: bool = False  # the run belongs to somebody else, who ends it
-    is_asked_for: bool = False  # a run was asked for, and the answer may not have come
+    is_joined: bool = False  # whether the run is the user's, who ends it
+    is_asked_for: bool = False  # whether MLflow was asked for a new run; its answer may not have arrived
     tags: dict[str, str] = dataclasses.field(default_factory=dict)
-    sent: int = 0  # bytes of the spool
+    sent: int = 0  # number of bytes of the spool that were sent
 
     @classmethod
     def read(cls, run_dir: Path) -> RunRecord | None:
-        """Return the record of a run directory, or None if there is none, or one of another kind."""
+        """Return the record of a run directory, or None if it is missing or cannot be read."""
         try:
             content = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
             known = {field.name for field in dataclasses.fields(cls)}
@@ -57,9 +57,9 @@ class RunRecord:
 
     @classmethod
     def of_sweep(cls, run_dir: Path) -> RunRecord | None:
-        """Return the record of the sweep of which the run is a trial, or None.
+        """Return the record of the search of which the run is a trial.
 
-        It is None also if the sweep is not logged.
+        Return None if the run is not a trial, or if the search is not logged.
         """
         sweep = sweep_of(run_dir)
         return None if sweep is None else cls.read(sweep)
@@ -68,11 +68,11 @@ class RunRecord:
     def chosen(cls, run_dir: Path, experiment: str | None, otherwise: str) -> tuple[RunRecord, str]:
         """Return (the record of the run at `run_dir`, its tracking URI).
 
-        The record is new if there is none, and if the user has another run open or names another store. `otherwise`
-        names the experiment if nobody else does.
+        The record is new if there is none yet, or if the user has another run open. `otherwise` is the name of the experiment if
+        neither `experiment`, nor the search, nor MLflow's variables name one.
         """
         sweep, of_user, default = cls.of_sweep(run_dir), users_run(), default_uri(run_dir)
-        if sweep is not None and not has_open_run():  # a run that is open around the search belongs to the sweep
+        if sweep is not None and not has_open_run():  # MLFLOW_RUN_ID then belongs to the search, not to its trial
             of_user = None
         record = cls.read(run_dir)
         uri = (of_user and of_user[1]) or users_uri() or (record and record.tracking_uri)
@@ -88,76 +88,20 @@ class RunRecord:
         return record, uri
 
     def write(self, run_dir: Path) -> None:
-        """Replace the file."""
+        """Write the record into RUN/mlflow.json, atomically."""
         replace_text(run_dir / RECORD, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
 def _experiment(asked: str | None, otherwise: str) -> tuple[str, str | None]:
-    """Return (name, id) of the experiment that was asked for, also by MLflow's own variables."""
+    """Return (name, id) of the experiment: `asked`, or the one in MLflow's environment variables, or else `otherwise`."""
     name = asked or os.environ.get("MLFLOW_EXPERIMENT_NAME")
     by_id = None if name else os.environ.get("MLFLOW_EXPERIMENT_ID")
     return name or ("" if by_id else otherwise), by_id
 
 
-class Spool:
-    """RUN/mlflow.jsonl: one entry to log per line, oldest first, only appended to."""
-
-    def __init__(self, run_dir: Path) -> None:
-        self.path = run_dir / SPOOL
-        self._fd: int | None = None
-
-    def open(self) -> list[dict[str, Any]]:
-        """Take out half a line that a killed writer left; returns what is in it. OSError where it cannot be written."""
-        self._fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        read = list(self.read(0))
-        os.ftruncate(self._fd, read[-1][1] if read else 0)
-        return [entry for entry, _ in read]
-
-    def append(self, entry: Mapping[str, Any]) -> None:
-        """Append one line as a whole, or nothing. Raises OSError if the disk is full."""
-        assert self._fd is not None
-        line = (json.dumps(entry) + "\n").encode()
-        before = os.lseek(self._fd, 0, os.SEEK_END)
-        try:
-            if os.write(self._fd, line) != len(line):
-                raise OSError(28, "No space left on device")
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._fd, before)
-            raise
-
-    def read(self, start: int, limit: int = 1 << 62) -> Iterator[tuple[dict[str, Any], int]]:
-        """Return at most `limit` whole lines from byte `start` on, each with the byte at which it ends."""
-        with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
-            file.seek(start)
-            for _ in range(limit):
-                line = file.readline()
-                if not line.endswith(b"\n"):
-                    return
-                start += len(line)
-                with contextlib.suppress(ValueError):
-                    yield json.loads(line), start
-
-    @property
-    def size(self) -> int:
-        """The number of bytes written."""
-        return self.path.stat().st_size if self.path.exists() else 0
-
-    def close(self) -> None:
-        """Close the file: nothing more is written."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def last_steps(entries: list[dict[str, Any]]) -> dict[str, int]:
-    """Return the last step of each metric that was logged."""
-    steps: dict[str, int] = {}
-    for entry in entries:
-        if entry["kind"] == "metrics":
-            for name in entry["values"]:
-                steps[name] = max(steps.get(name, -1), entry["step"])
-    return steps
+def spool_of(run_dir: Path) -> Spool:
+    """Return the spool of the run directory, which is not open yet."""
+    return Spool(run_dir / SPOOL)
 
 
 def logged_params(entries: list[dict[str, Any]]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Measure the machine of the main process by MLflow's own measurements, in a thread."""
+"""Measure the machine of the main process with MLflow's own monitors, in a thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EVERY_S = 10.0
 
 
 class SystemSampler:
-    """Give processor, memory, disk and network use, and that of GPUs, to `take`, with names below `system/`."""
+    """Call `take` with the use of processor, memory, disk, network and GPUs, under names below `system/`."""
 
     def __init__(self, take: Callable[[Mapping[str, float]], None]) -> None:
         self._take = take
@@ -49,7 +49,7 @@ class SystemSampler:
                 monitor.collect_metrics()
                 values.update(monitor.aggregate_metrics())
                 monitor.clear_metrics()
-            except Exception:  # as in `_monitor`; it is not asked again
+            except Exception:  # of any kind, as in `_monitor`; this monitor is not asked again
                 logger.debug("%s failed", type(monitor).__name__, exc_info=True)
                 self._monitors.remove(monitor)
         return {f"system/{name}": float(value) for name, value in values.items()}
@@ -60,7 +60,7 @@ def _monitors() -> list[Any]:
 
 
 def _monitor(name: str) -> Any:
-    """Return a monitor, or None if there is nothing to measure, or no library to do it."""
+    """Return MLflow's monitor `name`, or None if there is nothing to measure or a library is missing."""
     try:
         module = importlib.import_module(f"mlflow.system_metrics.metrics.{name.lower()}_monitor")
         return getattr(module, f"{name}Monitor")()

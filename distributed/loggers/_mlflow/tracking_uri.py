@@ -1,4 +1,4 @@
-"""Find the tracking URI of a run: the one that the user named, or that of an SQLite file beside the run directories."""
+"""Find the tracking URI of a run: the URI that the user set, or that of an SQLite file beside the run directories."""
 
 from __future__ import annotations
 
@@ -21,15 +21,14 @@ _SERVERS, _DATABASES = ("http", "https"), ("sqlite", "mysql", "postgresql", "mss
 _INSTALL = "pip install 'distributed-trainer[mlflow]'"
 REINSTALL = "pip install --force-reinstall 'distributed-trainer[mlflow]'"
 
-given_out: set[str] = (
-    set()
-)  # ids of runs that this process itself put into its environment: the user did not ask to join them
+# Ids of runs that this process itself put into MLFLOW_RUN_ID. The user did not ask to join these runs.
+given_out: set[str] = set()
 
 
 def check(merged: MergedConfig) -> None:
-    """Refuse what cannot work: a missing library, a URI of no form that MLflow has, a name that it does not take.
+    """Raise ResourceError for a missing library, and ConfigError for a URI or a model name that MLflow does not accept.
 
-    Raises ResourceError or ConfigError. Whether a server answers is not checked: training does not need it.
+    Whether a server answers is not checked, because training does not need the server.
     """
     uri = users_uri()
     _require("mlflow")
@@ -43,7 +42,7 @@ def check(merged: MergedConfig) -> None:
 
 
 def users_uri() -> str | None:
-    """Return the tracking URI that the user set in this process or by MLFLOW_TRACKING_URI, or None."""
+    """Return the tracking URI that the user set by `mlflow.set_tracking_uri` or by MLFLOW_TRACKING_URI, or None."""
     mlflow = sys.modules.get("mlflow")
     if mlflow is not None and hasattr(mlflow, "is_tracking_uri_set") and mlflow.is_tracking_uri_set():
         return str(mlflow.get_tracking_uri())
@@ -77,13 +76,14 @@ def environ_of_open_run(merged: MergedConfig) -> dict[str, str]:
 def beside(run_dir: Path) -> Path:
     """Return the directory that contains the run directory.
 
-    The directory of a later trainer of a process lies inside the first one's, and that of a trial in its sweep's.
+    Run directories can be nested: that of a second trainer in a process is inside that of the first trainer, and that of a trial
+    is inside that of the search. The outermost one counts.
     """
     return (sweep_of(run_dir) or _first(run_dir)).parent
 
 
 def sweep_of(run_dir: Path) -> Path | None:
-    """Return the directory of the sweep of which this run is a trial, or None."""
+    """Return the directory of the search of which this run is a trial, or None."""
     trials = _first(run_dir).parent
     return trials.parent if trials.name == "trials" and (trials.parent / "sweep.yaml").exists() else None
 
@@ -109,7 +109,7 @@ def shown(uri: str) -> str:
 
 
 def lasting(uri: str) -> str:
-    """Return the URI with the absolute path of an SQLite file, for a file that is read elsewhere too."""
+    """Return the URI with an absolute path if it names an SQLite file, so that it is valid in any working directory."""
     path = file_of(uri)
     if path is None or path.is_absolute():
         return uri
@@ -124,7 +124,7 @@ def file_of(uri: str) -> Path | None:
 
 
 def is_remote(uri: str) -> bool:
-    """Return whether a server answers for the URI."""
+    """Return whether the URI names a server and not an SQLite file."""
     return _scheme(uri) != "sqlite"
 
 
@@ -151,7 +151,7 @@ def _check_server(uri: str) -> None:
     parts = urllib.parse.urlsplit(uri)
     try:
         is_whole = bool(parts.hostname) and (parts.port is None or parts.port > 0) and not re.search(r"\s", uri)
-    except ValueError:  # the port is no number
+    except ValueError:  # the port is not a number
         is_whole = False
     if not is_whole:
         raise ConfigError(f"{URI}={shown(uri)!r} names no server: write http://HOST:PORT")

@@ -26,6 +26,7 @@ from typing import Any
 import numpy
 
 from distributed import Callback, Trainer
+from distributed.callbacks import ExponentialMovingAverage, Freeze
 from distributed.testing.jobs import overall
 
 GLOBAL, RATE = 22, 1e-2
@@ -43,6 +44,11 @@ BASE: dict[str, Any] = {
 }
 
 
+AVERAGED: dict[str, Any] = {
+    "callbacks": [lambda: ExponentialMovingAverage(0.8, warmup=True)], "validate_every_n_steps": 2,
+}  # fmt: skip
+
+
 def parts_of(model: str) -> Any:
     """Return the module with the models, losses and data of that kind."""
     return importlib.import_module(f"distributed.testing.jobs.{model}_parts")
@@ -52,12 +58,12 @@ def resumable(parts: Any) -> dict[str, Any]:
     """Return settings that use everything that a resume has to restore."""
     return {
         "scheduler": parts.cosine, "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "optimizer": parts.adamw,
-        "model": parts.smooth, "learning_rate": None, "metrics": parts.metrics(),
+        "model": parts.smooth, "learning_rate": None, "metrics": parts.metrics(), "validate_every_n_steps": 2,
     }  # fmt: skip
 
 
 def cases(parts: Any) -> dict[str, dict[str, Any]]:
-    """Return the cases in which every backend and world size must make the same numbers."""
+    """Return the cases in which every backend and world size must produce the same numbers."""
     own = {"optimizer": parts.sgd, "learning_rate": None}
     return {
         "adamw": {},
@@ -72,7 +78,7 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
         "class-weights": {**parts.weighing(), "gradient_accumulation_steps": 2},
         "ignored": {**parts.ignoring(), "gradient_accumulation_steps": 2, "gradient_clipping": 0.5},
         "epoch-schedule": {**own, "scheduler": parts.halving, "scheduler_interval": "epoch"},
-        # equals RATE after scaling
+        # The learning rate equals RATE after scaling.
         "scaled-rate": {"lr_scaling": "linear", "learning_rate": RATE * -(-GLOBAL // WORLD) / GLOBAL},
         "in-order": {"shuffle": False, "seed": 4},
         "kept": {"model": parts.counted},
@@ -81,6 +87,21 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
         "left-out": {**parts.poisoned(), "nan_policy": "skip", "max_steps": 6},
         "stopped-early": {"epochs": 9, "early_stopping_patience": 1, "val": -1},
         "stopped-by-one": {"stop_at": CUT_OFF},
+        "named": {
+            "optimizer": "adamw", "weight_decay": 0.3, "betas": (0.8, 0.9), "scheduler": "cosine", "warmup_steps": 4,
+            "min_learning_rate": 1e-3,
+        },
+        "named-sgd": {"optimizer": "sgd", "momentum": 0.9, "scheduler": "wsd", "scheduler_decay_ratio": 0.5},
+        "validation-points": {
+            "sets": True, "validate_every_n_steps": 3, "validate_at_start": True, "max_validation_batches": 1,
+            "monitor": "val_other_loss", "early_stopping_patience": 3,
+        },
+        "averaged": {**AVERAGED, **own},
+        "frozen": {"callbacks": [FreezesFirst], **own, "gradient_clipping": 0.5},
+        "several": {
+            "several": True, "learning_rate": None, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "warmup_steps": 4,
+            "monitor": "val_critic_loss",
+        },
         "whole": resumable(parts),
     }  # fmt: skip
 
@@ -89,6 +110,17 @@ def measured_columns(metrics: Iterable[str]) -> list[str]:
     """Return the names of the metrics over all samples in a row."""
     names = sorted(metrics)
     return [*names, *(f"val_{name}" for name in names)]
+
+
+class FreezesFirst(Freeze):
+    """Leave the first parameter out of the updates of the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("the first", until_epoch=1)
+
+    def on_train_start(self, state: Any) -> None:
+        self.names = (self.context.named_parameters()[0][0],)
+        super().on_train_start(state)
 
 
 class Watch(Callback):
@@ -105,7 +137,8 @@ class Watch(Callback):
         self.context_of_start = self.context
 
     def on_log(self, state: Any, split: str, metrics: Mapping[str, float]) -> None:
-        self.logged.append([split, state.step, metrics["loss"], metrics.get("grad_norm", 0.0)])
+        loss = metrics["other_loss" if "other_loss" in metrics else "loss"]
+        self.logged.append([split, state.step, loss, metrics.get("grad_norm", 0.0)])
         if state.step == self._stop_at and RANK == WORLD - 1:
             self.context.stop(STOP_REASON)
 
@@ -117,21 +150,26 @@ class Watch(Callback):
 class Cases:
     """Train cases and write their results."""
 
-    def __init__(self, parts: Any, out: Path, dtype: str) -> None:
-        self.parts, self.out, self.dtype = parts, out, dtype
+    def __init__(self, parts: Any, out: Path, dtype: str, refused: Iterable[str] = ()) -> None:
+        self.parts, self.out, self.dtype, self.refused = parts, out, dtype, refused
 
     def __call__(self, name: str, only_weights: bool = False, **case: Any) -> None:
         """Train the case. Unless only its weights are compared, also validate, evaluate and predict."""
         settings = {"model": self.parts.model, "dtype": self.dtype, "log_every_n_steps": 1, **BASE, **case}
         kind, sign, dtype = settings.pop("data", ""), settings.pop("val", 1), settings["dtype"]
         built = settings.pop("model")
+        if settings.pop("several", False):
+            built, settings = None, settings | self.parts.several()
         if settings["learning_rate"] is None:
             del settings["learning_rate"]
         training = self.parts.samples(dtype, kind)
         validation = None if only_weights else self.parts.samples(dtype, kind, sign)
+        if settings.pop("sets", False):
+            validation = {"same": validation, "other": self.parts.samples(dtype, kind, -1)}
         watch = Watch(self.parts, settings.pop("stop_at", None))
         before = self.parts.counts()
-        trainer = Trainer(built, callbacks=[watch], **settings)
+        more = [make() for make in settings.pop("callbacks", ())]
+        trainer = Trainer(built, callbacks=[watch, *more], **settings)
         history = trainer.fit(self.parts.source(dtype, kind), validation)
         counts = {what: count - before[what] for what, count in self.parts.counts().items()}
         after: dict[str, Any] = {}
@@ -139,7 +177,7 @@ class Cases:
             again = trainer.evaluate(training)
             columns = measured_columns(settings.get("metrics", ()))
             rows = [[row[name] for name in columns] for row in history.rows]
-            predicted = self.parts.numbers(trainer.predict(self.parts.samples(dtype)))
+            predicted = self.parts.numbers(self._predicted(trainer, dtype))
             expected = overall.expected(predicted, self.parts.classes(dtype))
             after = {
                 "predicted": predicted,
@@ -169,10 +207,14 @@ class Cases:
         (self.out / f"{name}-{RANK}.json").write_text(json.dumps(seen))
         if trainer.is_main_process:
             numpy.savez(
-                self.out / f"{name}.npz", steps=history.steps, **after, val_loss=[row.get("val_loss", 0.0) for row in history.rows],
-                loss=[row["loss"] for row in history.rows],
+                self.out / f"{name}.npz", steps=history.steps, **after, loss=[row.get("loss", 0.0) for row in history.rows],
+                val_loss=[[row[key] for key in row if key.startswith("val_") and key.endswith("loss")] for row in history.rows],
                 norms=[norm for split, _, _, norm in watch.logged if split == "train"],
             )  # fmt: skip
+
+    def _predicted(self, trainer: Trainer, dtype: str) -> Any:
+        data = self.parts.samples(dtype)
+        return self.parts.predicted_by_several(trainer.model, data) if trainer.job.names else trainer.predict(data)
 
     def _one(self) -> dict[str, Any]:
         """Return settings for one update of plain SGD at rate 1, which changes the weights by the applied gradient."""
@@ -189,12 +231,33 @@ class Cases:
         self("cut-off", **resumable(self.parts), max_steps=CUT_OFF, checkpoint_dir=str(self.out / "source"))
 
     def resumed(self) -> None:
-        """Resume that run with another trainer."""
-        (checkpoint,) = (self.out / "source").rglob(f"step-{CUT_OFF:08d}")
-        self("resumed", **resumable(self.parts), resume_from_checkpoint=str(checkpoint))
+        """Resume the run of `cut_off` with another trainer, start from its weights, and resume a run with named settings."""
+        self("resumed", **resumable(self.parts), resume_from_checkpoint=self._cut_off_in("source"))
+        source = self._cut_off_in("source")
+        self("started-from", **{**resumable(self.parts), "max_steps": UPDATES_PER_EPOCH}, init_from=source)
+        named: dict[str, Any] = {**cases(self.parts)["named"], "only_weights": True}
+        where = str(self.out / "named-source")
+        length = UPDATES_PER_EPOCH * BASE["epochs"]
+        self("named-cut-off", **named, scheduler_steps=length, max_steps=CUT_OFF, checkpoint_dir=where)
+        self("named-resumed", **named, resume_from_checkpoint=self._cut_off_in("named-source"))
+        if "averaged" not in self.refused:
+            averaged = cases(self.parts)["averaged"]
+            self("averaged-cut-off", **averaged, max_steps=CUT_OFF, checkpoint_dir=str(self.out / "averaged-source"))
+            self("averaged-resumed", **averaged, resume_from_checkpoint=self._cut_off_in("averaged-source"))
+
+    def several_resumed(self) -> None:
+        """Resume a run of several models that was cut off."""
+        several: dict[str, Any] = {**cases(self.parts)["several"], "only_weights": True, "monitor": "loss"}
+        where = str(self.out / "several-source")
+        self("several-cut-off", **several, max_steps=CUT_OFF, checkpoint_dir=where)
+        self("several-resumed", **several, resume_from_checkpoint=self._cut_off_in("several-source"))
+
+    def _cut_off_in(self, directory: str) -> str:
+        (checkpoint,) = (self.out / directory).rglob(f"step-{CUT_OFF:08d}")
+        return str(checkpoint)
 
     def mixed(self) -> None:
-        """Train in bfloat16: one update, and a whole training."""
+        """Train in bfloat16: one update, and a full training run."""
         self("bf16-update", **self._one(), only_weights=True, dtype="float32", mixed_precision="bf16")
         self("bf16", dtype="float32", model=self.parts.smooth, mixed_precision="bf16")
 
@@ -210,7 +273,7 @@ class Cases:
             self("compiled", model=self.parts.smooth, compile=True)
 
     def unmixed(self) -> None:
-        """Train the same in float32, and one update at twice the rate, from which the gradient follows."""
+        """Train the cases of `mixed` in float32, and one update at twice the rate, from which the gradient follows."""
         self("float32-update", **self._one(), only_weights=True, dtype="float32")
         self("float32-double-update", **(self._one() | {"learning_rate": 2.0}), only_weights=True, dtype="float32")
         self("float32", dtype="float32", model=self.parts.smooth)
@@ -233,11 +296,11 @@ def freeze() -> None:
 
 def main(out: Path, asked: dict[str, Any]) -> None:
     parts = parts_of(asked["model"])
-    parts.metrics()  # imports torchmetrics
+    parts.metrics()  # import torchmetrics now
     freeze()
     for dtype in asked["dtypes"]:
         (out / dtype).mkdir(exist_ok=True)
-        fits = Cases(parts, out / dtype, dtype)
+        fits = Cases(parts, out / dtype, dtype, asked["refused"])
         for number, (name, case) in enumerate(cases(parts).items()):
             if name not in asked["refused"]:
                 fits(name, **case)
@@ -246,6 +309,8 @@ def main(out: Path, asked: dict[str, Any]) -> None:
         fits.clipped()
         fits.cut_off()
         fits.resumed()
+        if "several" not in asked["refused"]:
+            fits.several_resumed()
     if "compile" in asked["kinds"]:
         fits.compiled()
     if "bf16" in asked["kinds"]:
@@ -255,7 +320,7 @@ def main(out: Path, asked: dict[str, Any]) -> None:
     if asked["reference"]:
         fits.unmixed()
     fits.in_float32(asked["reference"])
-    if "float32" not in asked["dtypes"]:  # for backends without float64
+    if "float32" not in asked["dtypes"]:  # backends without float64 resume a checkpoint in float32
         (out / "float32").mkdir(exist_ok=True)
         Cases(parts, out / "float32", "float32").cut_off()
 

@@ -13,8 +13,9 @@ from distributed.testing.jobs import overall
 
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 RATE = 1e-2
-_NAN_AT = 65  # index of the sample in order: it is in the third of 22 updates, in the last rank's slice
-_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class
+# Index of the poisoned sample in unshuffled order: it is in the last rank's slice of the third of 22 updates.
+_NAN_AT = 65
+_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class in the weighted case
 
 
 # ------------------------------------------------------------------ data
@@ -138,7 +139,7 @@ def poisoned() -> dict[str, Any]:
 
 
 def root_mean(outputs: Any, targets: Any) -> Any:
-    """Return a metric that is no mean over samples, without declaring it."""
+    """Return a metric that is not a mean over samples, but is not declared with `over_all`."""
     return ops.sqrt(ops.mean(outputs**2))
 
 

@@ -1,4 +1,4 @@
-"""Metrics that are no means over samples, in NumPy. They give the same values for the outputs of every engine."""
+"""Metrics that are not means over samples, in NumPy. They give the same values for the outputs of every engine."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_order(scores: Any, targets: Any) -> float:
 
 
 _FUNCTIONS = {"auroc": auroc, "f1": macro_f1, "order": in_order, "perplexity": perplexity}
-FOUND_OUT = "root_mean"  # name of a plain function that the Trainer detects to be no mean at the first log line
+FOUND_OUT = "root_mean"  # name of a plain function; at the first log line, the Trainer detects that it is not a mean
 
 
 def declared() -> dict[str, Any]:

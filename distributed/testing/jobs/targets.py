@@ -1,4 +1,4 @@
-"""Resume every given checkpoint: save it again at once, and train it to its end.
+"""Resume every given checkpoint: save it again immediately, then train it to its end.
 
     targets.py OUT ASKED
 

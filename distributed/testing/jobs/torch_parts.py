@@ -18,7 +18,7 @@ from distributed.testing.jobs import overall
 SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
 RATE = 1e-2
 _ELEMENTS = {"float64": torch.float64, "float32": torch.float32}
-_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class
+_WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class in the weighted case
 
 
 # ------------------------------------------------------------------ data
@@ -98,11 +98,42 @@ def same_weights() -> torch.nn.Module:
         return smooth()
 
 
+# ------------------------------------------------------------------ several models
+
+
+def several() -> dict[str, Any]:
+    """Return the arguments of a classifier, a critic of its outputs, and a teacher that is not trained."""
+    models = {"net": smooth, "critic": lambda: torch.nn.Linear(CLASSES, 1), "teacher": model}
+    return {
+        "models": models, "optimizers": {"net": adamw, "critic": sgd}, "schedulers": {"net": cosine},
+        "training_step": _adversarial,
+    }  # fmt: skip
+
+
+def _adversarial(models: Any, batch: Any, update: Any) -> dict[str, Any]:
+    x, y = batch
+    outputs = models["net"](x)
+    odd = (y % 2).to(outputs.dtype).unsqueeze(1)
+    update("critic", (models["critic"](outputs.detach()) - odd).square().mean())
+    loss = torch.nn.functional.cross_entropy(outputs, y) - 0.1 * (models["critic"](outputs) - odd).square().mean()
+    update("net", loss + 0.1 * (outputs - models["teacher"](x)).square().mean())
+    return {"accuracy": ((outputs.argmax(1) == y).sum(), len(y))}
+
+
+def predicted_by_several(models: Any, data: TensorDataset) -> torch.Tensor:
+    """Return the outputs of the classifier for all samples."""
+    device = next(models.parameters()).device
+    models.eval()
+    with torch.no_grad():
+        outputs: torch.Tensor = models["net"](data.tensors[0].to(device)).cpu()
+    return outputs
+
+
 # ------------------------------------------------------------------ what the engine does with them
 
 
 def counts() -> dict[str, int]:
-    """Return the forward passes of `counted` with gradients and the graphs of torch.compile, both so far."""
+    """Return the numbers of forward passes of `counted` with gradients and of graphs of torch.compile so far."""
     from torch._dynamo.utils import counters
 
     return {"forwards": _Counted.forwards, "graphs": int(counters["stats"]["unique_graphs"])}
@@ -169,7 +200,7 @@ def poisoned() -> dict[str, Any]:
 
 
 def root_mean(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return a metric that is no mean over samples, without declaring it."""
+    """Return a metric that is not a mean over samples, but is not declared with `over_all`."""
     return (outputs.double() ** 2).mean().sqrt()
 
 

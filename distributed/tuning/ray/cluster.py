@@ -1,4 +1,4 @@
-"""The cluster that a search runs on: one that is joined, or one of its own, and what it has for the trials."""
+"""The cluster that a search runs on (one that it joins, or its own), and the resources that the cluster has for trials."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def has_own_cluster(address: str | None) -> bool:
 
 
 def address_of(plan: SearchPlan) -> str | None:
-    """Return the address of the cluster that the search is to join, or None if nobody named one."""
+    """Return the address of the cluster that the search is to join, or None if no address was given."""
     return _named(plan.address)
 
 
@@ -73,9 +73,9 @@ def environment(is_own: bool) -> Iterator[None]:
 def _read_token_again() -> None:
     """Make Ray read its authentication mode and token again.
 
-    Ray 2.60 caches the mode at import and the token at the first connection. The two calls are in the order of
-    ray/_private/authentication_test_utils.py: a thread that is still ending may read the token between them. This can
-    go when `ray.init` takes the token as an argument.
+    Workaround (Ray 2.60, no upstream issue known; may go when `ray.init` takes the token as an argument): Ray caches
+    the mode at import and the token at the first connection. The two calls are in the order of
+    ray/_private/authentication_test_utils.py: a thread that is still ending may read the token between them.
     """
     if "ray" in sys.modules:
         raylet: Any = importlib.import_module("ray._raylet")
@@ -93,7 +93,8 @@ def joined(plan: SearchPlan) -> Iterator[Any]:
         yield ray
         return
     scratch: Path | None = None
-    # Ray replaces the handler of SIGTERM by its own, which ends the process at once.
+    # Workaround (Ray 2.60, ray-project/ray#17308; may go when Ray keeps a handler of SIGTERM): Ray replaces the handler
+    # of SIGTERM by its own, which ends the process at once.
     on_sigterm = signal.getsignal(signal.SIGTERM)
     try:
         if (address := address_of(plan)) is not None:
@@ -136,7 +137,7 @@ def resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Silence Ray's advice to install notebook widgets during its import. We do not use them."""
+    """Silence the advice to install notebook widgets that Ray (2.60) shows during its import. We do not use the widgets."""
     advisor = logging.getLogger("ray.widgets")
     before = advisor.level
     advisor.setLevel(logging.WARNING)

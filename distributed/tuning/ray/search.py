@@ -1,4 +1,4 @@
-"""Running a search on Ray Tune: start and stop trials as the plan says, and report the events of each trial."""
+"""Run a search on Ray Tune: start and stop trials as the plan says, and report the events of each trial."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from distributed.tuning.ray.cluster import (
     without_advice,
 )
 from distributed.tuning.ray.schedulers import make_scheduler
-from distributed.tuning.ray.trial import Order, run
+from distributed.tuning.ray.trial import ActorContext, run
 from distributed.tuning.sweep import OPEN
 
 __all__ = ["check_here", "has_own_cluster", "new_scratch", "search"]  # what `distributed.tuning` uses of its engine
@@ -47,7 +47,7 @@ def search(plan: SearchPlan, listen: Listen) -> None:
         listen: called with each line of the journal.
 
     Raises:
-        DistributedError: the search cannot run, or every trial failed. A stop by the stop file is no error.
+        DistributedError: the search cannot run, or every trial failed. A stop by the stop file is not an error.
     """
     check_here(plan)
     is_own = has_own_cluster(plan.address)
@@ -100,10 +100,10 @@ class _Search:
         left = plan.num_samples - sum(record.status not in OPEN for record in plan.earlier)
         if left <= 0:
             return
-        order = Order(plan, str(Path.cwd()), is_shared=plan.scheduler in SHARING)
+        context = ActorContext(plan, str(Path.cwd()), is_shared=plan.scheduler in SHARING)
         with _own_generators(plan.seed), _without_warnings(), _short_errors():
             tune.Tuner(
-                tune.with_resources(_trainable(order), tune.PlacementGroupFactory([dict(each) for each in plan.bundles])),
+                tune.with_resources(_trainable(context), tune.PlacementGroupFactory([dict(each) for each in plan.bundles])),
                 tune_config=tune.TuneConfig(
                     num_samples=left, search_alg=_searcher(plan, self._num_live), scheduler=make_scheduler(plan),
                     reuse_actors=True,
@@ -111,7 +111,7 @@ class _Search:
                 run_config=tune.RunConfig(
                     name="search", storage_path=str(plan.directory / ".tune"), verbose=0, callbacks=[_listener(self)],
                     stop=_stopper(self), failure_config=tune.FailureConfig(max_failures=plan.max_failures),
-                    # Ray Tune's own reporter clears the output of the cell
+                    # Ray Tune's own reporter for notebooks (2.60) clears the output of the cell
                     progress_reporter=tune.CLIReporter() if in_notebook() else None,
                 ),
             ).fit()  # fmt: skip
@@ -148,7 +148,7 @@ class _Search:
         self._pass_on(trial, "retried", error=self._cause(trial)["error"])
 
     def failed(self, trial: Any) -> None:
-        if self._plan.stop_file.exists():  # it left because of the stop file, before Ray Tune stopped it
+        if self._plan.stop_file.exists():  # the trial ended because of the stop file, before Ray Tune stopped it
             return
         cause = self._cause(trial)
         self._failures.setdefault(trial.config["trial"], cause["error"])
@@ -159,8 +159,11 @@ class _Search:
             self._error = self._error or self._all_failed()
 
     def _is_hopeless(self) -> bool:
-        """Return True if enough trials failed, no other trial reported anything, and every trial that had begun
-        before has failed."""
+        """Return True if the search is to end because no trial has worked.
+
+        This is so if no trial has reported a metric or finished, at least `_HOPELESS` trials have failed, and every trial that
+        had started when this number was reached has failed too.
+        """
         if len(self._failures) < _HOPELESS or self._num_rows or self._ended:
             return False
         self._judged = self._judged or set(self._started)
@@ -171,7 +174,7 @@ class _Search:
         return self._error is not None or self._plan.stop_file.exists()
 
     def _pass_on(self, trial: Any, event: str, **detail: Any) -> None:
-        if trial.config["trial"] not in self._started:  # its actor did not start
+        if trial.config["trial"] not in self._started:  # the actor of the trial did not start
             self.started(trial)
         self._listen({"trial": trial.config["trial"], "event": event, **detail})
 
@@ -210,7 +213,7 @@ def _own_generators(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _short_errors() -> Iterator[None]:
-    """Replace Ray's long report of a function that cannot be pickled by an error of one line."""
+    """Replace the long report of Ray (2.60) about a function that cannot be pickled by an error of one line."""
     try:
         yield
     except TypeError as error:
@@ -224,8 +227,8 @@ def _short_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence Ray Tune's warnings about the missing files of its own loggers and about failures, which our logs
-    contain."""
+    """Silence the warnings of Ray Tune (2.60) about the missing files of its own loggers, and about failures, which are in
+    our logs."""
     logger = logging.getLogger("ray.tune")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -235,15 +238,15 @@ def _without_warnings() -> Iterator[None]:
         logger.setLevel(before)
 
 
-def _trainable(order: Order) -> Callable[[dict[str, Any]], None]:
+def _trainable(context: ActorContext) -> Callable[[dict[str, Any]], None]:
     def trial(config: dict[str, Any]) -> None:
-        run(order, config)
+        run(context, config)
 
     return trial
 
 
 def _searcher(plan: SearchPlan, num_live: int) -> Any:
-    """Return our proposals as a searcher of Ray Tune."""
+    """Return the search algorithm of `plan` as a searcher of Ray Tune."""
     from ray.tune.search import Searcher
 
     class OurSearcher(Searcher):  # type: ignore[misc]
@@ -273,18 +276,19 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
             self._proposals.tell(values, min(scores, default=float("inf")))
 
         def save(self, checkpoint_path: str) -> None:
-            """Do nothing: the journal has all."""
+            """Do nothing: the journal has everything that a resume needs."""
 
         def restore(self, checkpoint_path: str) -> None:
-            """Do nothing: the journal has all."""
+            """Do nothing, as in `save`."""
 
         def save_to_dir(self, *args: Any, **kwargs: Any) -> None:
-            """Do nothing: the journal has all."""
+            """Do nothing, as in `save`."""
 
     return OurSearcher()
 
 
 def _listener(made: _Search) -> Any:
+    """Return a callback of Ray Tune that passes the events of trials on to `made`."""
     from ray import tune
 
     class Listener(tune.Callback):  # type: ignore[misc]
@@ -307,6 +311,7 @@ def _listener(made: _Search) -> Any:
 
 
 def _stopper(made: _Search) -> Any:
+    """Return a stopper of Ray Tune that stops all trials when `made` is over."""
     from ray import tune
 
     class Stopper(tune.Stopper):  # type: ignore[misc]

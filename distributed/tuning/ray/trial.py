@@ -1,4 +1,4 @@
-"""A trial of a sweep, inside the actor that Ray Tune made for it: run the job, and report a score for each epoch."""
+"""A trial of a search, inside the actor that Ray Tune created for it: run the job, and report a score for each epoch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from distributed.training.trial import Trial
 from distributed.tuning.jobs import UnknownMetric, one_line
 from distributed.tuning.plan import SearchPlan, total
 from distributed.tuning.results import checkpoint_of, rows_of
-from distributed.tuning.sweep import score_of
+from distributed.tuning.sweep import progress_of, score_of
 
-_THREAD_S = "600"  # seconds for a stopped trial to save and leave, before its actor runs another one
+_THREAD_S = "600"  # seconds for a stopped trial to save and leave before its actor runs another trial
 _COPY_S = 30.0  # time for the trial whose state is taken over to write its first checkpoint
 _SOURCE = "source.json"
 
@@ -33,7 +33,7 @@ class Stopped(SystemExit):
 
 
 @dataclasses.dataclass(frozen=True)
-class Order:
+class ActorContext:
     """What an actor needs besides the values of a trial."""
 
     plan: SearchPlan
@@ -41,21 +41,26 @@ class Order:
     is_shared: bool  # whether the scheduler pauses trials, or lets one take over the state of another
 
 
-def run(order: Order, config: Mapping[str, Any]) -> None:
-    """Run one trial until it ends. Write an exception to a file before raising it: Ray Tune keeps only its text,
-    mixed with its own."""
-    number, plan = int(config["trial"]), order.plan
+def run(context: ActorContext, config: Mapping[str, Any]) -> None:
+    """Run one trial until it ends. Write an exception to a file before raising it.
+
+    Workaround (Ray 2.60, no upstream issue known; may go when Ray Tune passes on the exception itself): Ray Tune keeps only
+    the text of the exception, mixed with text of its own.
+    """
+    number, plan = int(config["trial"]), context.plan
     directory = plan.directory / "trials" / f"{number:05d}"
     error_file = directory.with_name(f"{directory.name}.error.json")
     error_file.unlink(missing_ok=True)
-    _prepare(order)
+    _prepare(context)
     try:
         is_again = directory.exists() and any(directory.iterdir())
-        reports = Reports(order, number, _take_over(plan, number), directory.with_name(f"{directory.name}.last.json"))
+        reporter = TuneReporter(
+            context, number, _take_over(plan, number), directory.with_name(f"{directory.name}.last.json")
+        )
         if is_again:
-            reports.catch_up(directory)
-        trial = Trial(directory, is_again, reports.epoch)
-        reports.finish(plan.job.run(trial, config["values"], total(plan.bundles).get("CPU", 1.0)))
+            reporter.catch_up(directory)
+        trial = Trial(directory, is_again, reporter.epoch)
+        reporter.finish(plan.job.run(trial, config["values"], total(plan.bundles).get("CPU", 1.0)))
     except BaseException as error:  # the top frame of a trial: the table must show every error
         if isinstance(error, Stopped) or (isinstance(error, SystemExit) and plan.stop_file.exists()):
             raise
@@ -66,13 +71,14 @@ def run(order: Order, config: Mapping[str, Any]) -> None:
             log.write(text)
         if isinstance(error, Exception):
             raise
-        raise TrainingError(one_line(error)) from error  # Ray takes SystemExit for the end of the process
+        raise TrainingError(one_line(error)) from error  # Ray (2.60) takes SystemExit for the end of the process
 
 
-def _prepare(order: Order) -> None:
+def _prepare(context: ActorContext) -> None:
     """Make Ray Tune wait for the thread of a trial before the actor ends or runs another trial.
 
-    Ray 2.60 waits only a limited time for it. This can go when Ray Tune waits for a thread that is saving.
+    Workaround (Ray 2.60, no upstream issue known; may go when Ray Tune waits for a thread that is saving): Ray Tune
+    waits only a limited time for it.
     """
     from ray.train._internal.session import get_session
 
@@ -80,22 +86,22 @@ def _prepare(order: Order) -> None:
     thread = get_session().training_thread
     thread.join = lambda timeout=None: type(thread).join(thread)
     with contextlib.suppress(OSError):  # the directory does not exist on this node
-        os.chdir(order.cwd)
+        os.chdir(context.cwd)
 
 
-class Reports:
-    """Reports of a trial to Ray Tune: the score (smaller is better), the progress in epochs, and the row for our
-    tables."""
+class TuneReporter:
+    """Report a trial to Ray Tune: the score (smaller is better), the progress in epochs or validations, and the row for
+    our tables."""
 
-    def __init__(self, order: Order, number: int, cloned: int | None, file: Path) -> None:
-        self._order, self._plan, self._number, self._cloned, self._file = order, order.plan, number, cloned, file
+    def __init__(self, context: ActorContext, number: int, cloned: int | None, file: Path) -> None:
+        self._context, self._plan, self._number, self._cloned, self._file = context, context.plan, number, cloned, file
         self._rows = 0
         # A trial that was paused or cut off after its last epoch has nothing more to report.
         self._last: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
         self._names: dict[str, Any] = {}  # every metric that was reported
 
     def epoch(self, row: Mapping[str, Any]) -> None:
-        """Report a finished epoch. Raises Stopped if Ray Tune stops or pauses the trial."""
+        """Report a row: a finished epoch, or a validation. Raises Stopped if Ray Tune stops or pauses the trial."""
         row = _plain(row)
         self._names |= row
         self._rows += 1
@@ -106,10 +112,10 @@ class Reports:
             raise self._unknown()
 
     def catch_up(self, directory: Path) -> None:
-        """Report epochs that were trained but never reported. The processes of a script do not wait for Ray Tune."""
+        """Report rows of training that were never reported, because the processes of a script do not wait for Ray Tune."""
         if self._cloned is None:
             for row in rows_of(directory):
-                if row["epoch"] > self._last.get("epoch", 0):
+                if row["step"] > self._last.get("step", 0):
                     self.epoch(row)
 
     def finish(self, returned: Any) -> None:
@@ -130,16 +136,17 @@ class Reports:
         self._send(last if metrics is not None else None, end=True)
 
     def _send(self, row: Mapping[str, Any] | None, end: bool = False) -> None:
+        """Report `row`, or only the score of the last row if `row` is None. `end` says that the trial has ended."""
         from ray import tune
 
         shown = self._last if row is None else row
         news = {
-            "score": score_of(shown, self._plan.metric, self._plan.mode), "progress": int(shown.get("epoch", max(1, self._rows))),
+            "score": score_of(shown, self._plan.metric, self._plan.mode), "progress": progress_of(shown, max(1, self._rows)),
             "row": row, "end": end, "cloned": self._cloned,
         }  # fmt: skip
         replace_text(self._file, json.dumps(shown))
         try:
-            if not self._order.is_shared:
+            if not self._context.is_shared:
                 tune.report(news)
                 return
             with temporary_directory() as temporary:
@@ -171,7 +178,7 @@ def _value(value: Any) -> Any:
         return value
     try:
         return float(value)
-    except (TypeError, ValueError, RuntimeError):  # tensors raise RuntimeError
+    except (TypeError, ValueError, RuntimeError):  # tensors of several elements raise RuntimeError
         return str(value)
 
 
@@ -179,8 +186,8 @@ def _value(value: Any) -> Any:
 
 
 def _take_over(plan: SearchPlan, number: int) -> int | None:
-    """Take over the state of another trial if Ray Tune asks for it: replace the own checkpoints by the newest one of
-    that trial.
+    """Take over the state of another trial if Ray Tune asks for it: replace this trial's checkpoints by the newest
+    checkpoint of the other trial.
 
     Returns:
         The number of the other trial, or None.
@@ -204,8 +211,8 @@ def _take_over(plan: SearchPlan, number: int) -> int | None:
 
 
 def _copied(source: Path, target: Path) -> bool:
-    """Copy the newest checkpoint of `source`, a trial that is running and may prune checkpoints. Return False if it
-    has none."""
+    """Copy the newest checkpoint of the trial in `source`, which may be running and prune checkpoints. Return False if the
+    trial has none."""
     deadline = time.monotonic() + _COPY_S
     while time.monotonic() < deadline:
         shutil.rmtree(target, ignore_errors=True)
@@ -216,6 +223,6 @@ def _copied(source: Path, target: Path) -> bool:
                 return True
         except (OSError, shutil.Error):  # the checkpoint was pruned in the meantime
             continue
-        time.sleep(0.1)  # its first checkpoint is being written
+        time.sleep(0.1)  # wait for the first checkpoint of the trial
     shutil.rmtree(target, ignore_errors=True)
     return False

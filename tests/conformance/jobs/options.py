@@ -471,6 +471,29 @@ class StopsInAStep(Callback):
             self.context.stop("asked in step 2")
 
 
+class StopsAfterThree(Callback):
+    """Ask to stop on the last rank after three validations or checkpoints, however long they take to become due."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def on_validation_end(self, state: Any, metrics: Any) -> None:
+        self._add()
+
+    def on_checkpoint(self, state: Any, path: Path) -> None:
+        self._add()
+
+    def _add(self) -> None:
+        self.count += 1
+        if self.count == 3 and RANK == WORLD - 1:
+            self.context.stop("asked after three")
+
+
+def by_the_clock(**settings: Any) -> Any:
+    """Train until the clock has asked for three validations or checkpoints."""
+    return lambda: case(epochs=10**4, log_every_n_steps=10**6, callbacks=[StopsAfterThree()], **settings)()
+
+
 OUT = Path(sys.argv[1]) if len(sys.argv) > 1 and __name__ == "__main__" else Path()
 CASES = {
     "plain": case(),
@@ -526,7 +549,8 @@ CASES = {
     "by-epochs": checkpoints(checkpoint_frequency=2),
     "by-steps": checkpoints(checkpoint_every_n_steps=5),
     "at-start": checkpoints(checkpoint_at_start=True, checkpoint_frequency=None),
-    "by-time": checkpoints(checkpoint_every_s=0.01, epochs=20, keep_latest_k=10_000),
+    "validated-by-time": by_the_clock(validate_every_s=0.01, val=inverted, keep_best=False, checkpoint_frequency=None),
+    "by-time": by_the_clock(checkpoint_every_s=0.01, checkpoint_frequency=None, keep_latest_k=10_000),
     "elsewhere": checkpoints(checkpoint_frequency=1, to="elsewhere"),
     "newest": checkpoints(checkpoint_frequency=1, epochs=5, keep_latest_k=2, keep_best=False, val=inverted),
     "newest-and-best": checkpoints(checkpoint_frequency=1, epochs=5, keep_latest_k=2, val=inverted),

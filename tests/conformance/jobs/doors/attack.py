@@ -45,7 +45,7 @@ def words(pickled: bytes) -> list[bytes]:
     sizes = [len(pickled).to_bytes(8, order) for order in ("little", "big")]
     return [
         draw.randbytes(4096), draw.randbytes(1 << 17), b"\0" * 4096, b"[" * 4000 + b"\n", b"[" * (1 << 17),
-        '{"kind": "orders", "worker": "1", "token": "\xe9", "rank": 0}\n'.encode(), b'{"status": 0}\n', b"\n",
+        '{"kind": "commands", "worker": "1", "token": "\xe9", "rank": 0}\n'.encode(), b'{"status": 0}\n', b"\n",
         pickled, pickled + b"\n", base64.b64encode(pickled) + b"\n", sizes[0] + pickled, sizes[1] + pickled, http + pickled,
         b"0" * 64 + b" " + pickled + b"\n", _HTTP2 + draw.randbytes(512),
     ]  # fmt: skip

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from distributed.backends._tensorflow.optim import Rates
-from distributed.backends._tensorflow.sources import StreamData, batch_size_of
+from distributed.backends._tensorflow.sources import TensorFlowStreamData, batch_size_of
 from distributed.backends._tensorflow.start import set_memory_growth
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan
@@ -61,7 +61,7 @@ def size_of(data):
 
 def updates(data, skip=0):
     """Return the samples of each update, which has four."""
-    stream = StreamData(data, BatchPlan(4, 1, 1, 4), 0, "train_data", None)
+    stream = TensorFlowStreamData(data, BatchPlan(4, 1, 1, 4), 0, "train_data", None)
     return [group.micro_batches[0].batch.tolist() for group in stream.epoch(0, skip)]
 
 

@@ -1,9 +1,9 @@
-# 003, "Multi-Node Training". Changed: module, whose model is a script here; its flags follow --; 2 processes in two terminals of one machine, a free port, sizes, 4 steps; the commands of further ranks are left out.
+# 003, "Multi-Node Training". Changed: module, whose model is a script here; its flags follow --; 2 processes, the address, a free port, sizes, 4 steps; the commands of further ranks are left out.
 # On worker nodes
 python -m distributed.cli train --script char_gpt.py \
     --world-size 2 \
     --rank 1 \
-    --master-addr 127.0.0.1 \
+    --master-addr $NODE0 \
     --master-port $PORT \
     --batch-size 8 \
     --max-steps 4 \

@@ -1,0 +1,63 @@
+"""Ask a Ray cluster for its nodes, in a process that ends, because Ray cannot be used before a fork.
+
+The process is this file, run by its path: `python asking.py ADDRESS`. It prints one line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
+
+
+def ask(address: str, patience_s: float) -> Sequence[dict[str, Any]]:
+    """Return what `ray.nodes()` says of the cluster at `address`.
+
+    Raises:
+        ConnectionError: the cluster cannot be reached. The message is that of Ray.
+        TimeoutError: there was no answer within `patience_s` seconds.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, __file__, address], env={**_QUIET, **os.environ}, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=patience_s,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no answer within {patience_s:g} s") from None
+    lines = done.stdout.splitlines()
+    answer: dict[str, Any] = {"error": done.stderr}
+    if lines and lines[-1].startswith("{"):
+        answer = json.loads(lines[-1])
+    if "error" in answer:
+        raise ConnectionError(answer["error"])
+    nodes: Sequence[dict[str, Any]] = answer["nodes"]
+    return nodes
+
+
+def main(address: str) -> None:
+    """Print the nodes of the cluster, or why it cannot be reached."""
+    import ray
+
+    from distributed.backends._ray.joining import join
+
+    try:
+        join(ray, address, logging_level=logging.ERROR, log_to_driver=False, configure_logging=False)
+        answer = {"nodes": ray.nodes()}
+    except (ConnectionError, RuntimeError) as error:  # Ray raises RuntimeError for another version of Ray or Python
+        answer = {"error": str(error)}
+    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # the cluster notices the end, and a shutdown takes seconds
+
+
+if __name__ == "__main__":
+    # sys.path[0] is this directory, whose files would hide other modules. Put the parent of the package there instead.
+    sys.path[0] = str(Path(__file__).resolve().parents[3])
+    main(sys.argv[1])

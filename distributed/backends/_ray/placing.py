@@ -1,0 +1,196 @@
+"""Run the workers as Ray tasks in placement groups, without Ray Train: in a trial, on several nodes, or as many as fit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from distributed.backends._ray.resources import Workers, nodes_of
+from distributed.errors import ResourceError
+from distributed.launching.request import LaunchRequest
+
+_PLACED_S = 10.0  # for Ray to place workers that should fit
+_RESERVED_S = 2.0  # for Ray to reserve what its nodes show as free
+
+OnLost = Callable[[int], None]  # called with the number of an attempt of which a worker was lost
+
+
+@dataclasses.dataclass
+class _Spare:
+    """Resources that are reserved for more workers, so that they are there when these start."""
+
+    most: int = 0  # workers that may still be added; 0 while no attempt runs
+    groups: list[Any] = dataclasses.field(default_factory=list)
+    reserved: int = 0  # workers for which `groups` have room
+    tried: int = 0  # workers for which the cluster showed free resources at the last try
+
+
+class Placement:
+    """The workers of a run as tasks in placement groups, in attempts that Ray's process starts one after the other.
+
+    Args:
+        ray: the module, connected to the cluster.
+        request: the run.
+        workers: the workers, of which `per_node` are the fewest.
+        worker_config: the argument of each worker, to which the number of the attempt is added.
+        on_lost: called if a worker of an attempt was lost, which the launcher may not know if the worker had not connected yet.
+    """
+
+    def __init__(
+        self, ray: Any, request: LaunchRequest, workers: Workers, worker_config: Mapping[str, Any], on_lost: OnLost
+    ) -> None:
+        self._ray, self._request, self._workers = ray, request, workers
+        self._worker_config, self._on_lost = worker_config, on_lost
+        self._num_attempts = 0
+        self._lock = threading.Lock()
+        self._spare = _Spare()
+
+    def run_in_trial(self, group_id: str) -> None:
+        """Run the workers in the placement group of a trial, whose first bundle holds the trial itself.
+
+        Ray Train is not used, because it would request another group. Raises ResourceError if the workers do not fit.
+        """
+        from ray.util.placement_group import PlacementGroup
+
+        group = PlacementGroup(self._ray.PlacementGroupID(bytes.fromhex(group_id)))
+        self._run_until_done(group, self._bundle_indices(group.bundle_specs))
+
+    def run_on_nodes(self) -> None:
+        """Run the workers in a group of their own, with a bundle on each of `num_nodes` nodes.
+
+        Ray replaces the bundle of a lost node once another node has room for it. Ray Train is not used, because it cannot place
+        so many workers on each node.
+        """
+        workers = self._workers
+        bundle = {name: amount * workers.per_node for name, amount in workers.resources.items()}
+        with self._group([bundle] * workers.num_nodes, strategy="STRICT_SPREAD") as group:
+            self._run_until_done(group, [rank // workers.per_node for rank in range(self._request.world_size)])
+
+    def run_as_many_as_fit(self) -> None:
+        """Run as many workers as fit on the nodes that are alive, in a new group for each attempt.
+
+        Ray Train is not used, because it (2.60) learns of a lost node up to 20 s later, and kills workers without a save before
+        it starts more of them.
+        """
+        is_wanted, number = True, self._most_that_fit()
+        while is_wanted:
+            with self._group([self._workers.resources] * number) as group:
+                is_placed = group.wait(_PLACED_S)
+                if is_placed:
+                    with self._lock:
+                        self._spare = _Spare(self._request.nproc_per_node - number)
+                    is_wanted = self._run(group, list(range(number)))
+            self._free_spare()
+            # If they were not placed, others use some of the resources, or a node is lost and Ray has not noticed it.
+            fewer = max(self._workers.per_node, min(number - 1, self._num_free()))
+            number = self._most_that_fit() if is_placed else fewer
+
+    def room(self) -> int:
+        """Return how many workers could be started beside those that run, and reserve what they need.
+
+        What the nodes show as free may be too little on each of them, so what counts is what Ray has reserved. May be called
+        from another thread.
+        """
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        with self._lock:
+            spare = self._spare
+            free = min(self._num_free(), spare.most - spare.reserved) if spare.most else 0
+            if free > 0 and free != spare.tried:
+                for number in dict.fromkeys((free, 1)):
+                    group = placement_group([self._workers.resources] * number)
+                    if group.wait(_RESERVED_S):
+                        spare.groups.append(group)
+                        spare.reserved += number
+                        break
+                    remove_placement_group(group)
+            spare.tried = free
+            return spare.reserved
+
+    # ------------------------------------------------------------------ parts
+
+    @contextlib.contextmanager
+    def _group(self, bundles: list[dict[str, float]], **settings: Any) -> Iterator[Any]:
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        group = placement_group(bundles, **settings)
+        try:
+            yield group
+        finally:
+            remove_placement_group(group)
+
+    def _most_that_fit(self) -> int:
+        """Return how many workers to start: as many as fit on empty nodes, at least the fewest."""
+        fit = sum(map(self._workers.that_fit_on, nodes_of(self._ray.nodes())))
+        return max(self._workers.per_node, min(fit, self._request.nproc_per_node))
+
+    def _num_free(self) -> int:
+        """Return for how many workers the nodes together have free resources."""
+        free = self._ray.available_resources()
+        return min(int(free.get(name, 0.0) / amount + 1e-9) for name, amount in self._workers.resources.items())
+
+    def _free_spare(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        with self._lock:
+            for group in self._spare.groups:
+                remove_placement_group(group)
+            self._spare = _Spare()
+
+    def _run_until_done(self, group: Any, bundle_indices: Sequence[int]) -> None:
+        while self._run(group, bundle_indices):
+            continue
+
+    def _run(self, group: Any, bundle_indices: Sequence[int]) -> bool:
+        """Run one attempt of the workers, each in the bundle of its rank. Return whether another attempt is wanted."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        from distributed.backends._ray.worker import Restart, work
+
+        ray, cpus = self._ray, self._workers.cpus
+        self._num_attempts += 1
+        config = {**self._worker_config, "attempt": self._num_attempts}
+        task = ray.remote(max_retries=0)(work)
+        running = [
+            task.options(
+                num_cpus=cpus, num_gpus=int(self._workers.is_on_gpu),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle_index),
+            ).remote(config, rank, len(bundle_indices))
+            for rank, bundle_index in enumerate(bundle_indices)
+        ]  # fmt: skip
+        is_wanted = False
+        while running:
+            ended, running = ray.wait(running)
+            for each in ended:
+                try:
+                    ray.get(each)
+                except Restart:
+                    is_wanted = True
+                except (
+                    ray.exceptions.WorkerCrashedError,
+                    ray.exceptions.NodeDiedError,
+                    ray.exceptions.OutOfMemoryError,
+                ):
+                    is_wanted = True
+                    self._on_lost(self._num_attempts)
+        return is_wanted
+
+    def _bundle_indices(self, bundles: Sequence[Mapping[str, float]]) -> list[int]:
+        """Return the bundle of each rank in a trial. Raises ResourceError if the ranks do not fit."""
+        wanted = self._workers.resources
+        bundle_indices = [
+            index
+            for index, bundle in enumerate(bundles)
+            for _ in range(int(min(bundle.get(name, 0.0) / amount for name, amount in wanted.items())))
+            if index > 0
+        ]
+        processes = self._request.nproc_per_node
+        if len(bundle_indices) < processes:
+            raise ResourceError(
+                f"nproc_per_node={processes} is more than the {len(bundle_indices)} that fit into the trial's placement group beside the"
+                f" trial: give it tune.PlacementGroupFactory([{{'CPU': 1}}] + [{wanted}] * {processes})"
+            )
+        return bundle_indices[:processes]

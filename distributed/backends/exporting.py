@@ -1,0 +1,232 @@
+"""Write a trained model in a format that other programs run, and check the file by running both on the same batch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.backends._keras.batches import unpacked
+from distributed.backends._keras.models import is_model
+from distributed.backends.base import TARGET_NAMES
+from distributed.backends.weights import load_weights
+from distributed.config.libraries import is_installed
+from distributed.errors import ConfigError, ResourceError, nearest
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A format of `export`."""
+
+    suffix: str  # of the file; "" for a directory
+    default: str  # the name that the command line uses if none is given
+    kind: str  # the models that it holds, for messages
+    requires: tuple[str, ...] = ()  # libraries by the names under which they are imported and installed
+
+
+FORMATS: Mapping[str, Format] = {
+    "safetensors": Format(".safetensors", "model.safetensors", "torch modules and Keras models"),
+    "onnx": Format(".onnx", "model.onnx", "torch modules", ("onnx", "onnxscript", "onnxruntime")),
+    "torch-export": Format(".pt2", "model.pt2", "torch modules"),
+    "savedmodel": Format("", "saved_model", "Keras models on TensorFlow", ("tensorflow",)),
+    "huggingface": Format("", "hugging_face", "models of transformers", ("transformers",)),
+}
+
+
+# Names in the directories that formats write.
+_OF_EXPORTS = (
+    "saved_model.pb", "fingerprint.pb", "variables", "assets",
+    "config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "README.md",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A file or directory that `export` has written.
+
+    Attributes:
+        path: the file or directory.
+        source: the checkpoint or file that the weights came from, or None for those that the model had.
+        difference: the largest absolute difference between an output of the model and of the file, for the same batch. None for
+            "safetensors", which holds no program to run.
+        takes_any_batch_size: whether the batches may have another size than the example.
+    """
+
+    path: Path
+    source: Path | None
+    difference: float | None
+    takes_any_batch_size: bool = True
+
+
+def export(
+    model: Any,
+    source: str | os.PathLike[str] | None,
+    path: str | os.PathLike[str],
+    *,
+    format: str,  # noqa: A002 - the word of the command line
+    example: Any = None,
+    force: bool = False,
+) -> Exported:
+    """Write `model`, in evaluation mode, to `path`. Check it by running the model and the file on the same batch.
+
+    Runs in this process alone. The file is written beside its target and renamed after the check.
+
+    Args:
+        model: a torch module, a Keras model, or a factory of one.
+        source: the weights to load before, as `load_weights` takes them: a run directory means its best checkpoint. None keeps the
+            weights of `model`.
+        path: the file or directory to write.
+        format: "safetensors" (weights alone), "onnx", "torch-export" (a `.pt2` file), "savedmodel" (Keras models on TensorFlow) or
+            "huggingface" (models of transformers).
+        example: the inputs of one batch: a tensor, a tuple of positional arguments, or a dict of named ones. Not needed for
+            "safetensors".
+        force: whether to replace what is at `path`.
+
+    Raises:
+        ConfigError: the format does not exist or does not hold this model. If an operator is the reason, it is named.
+        ResourceError: a library is missing.
+        CheckpointError: the weights do not fit.
+    """
+    path = Path(path)
+    check_format(format, path, force=force)
+    if format != "safetensors" and example is None:
+        raise ConfigError(
+            f"format={format!r} is checked on a batch: pass example=inputs, such as the first batch of a loader"
+        )
+    made = _made(model)
+    _check_kind(made, format)
+    loaded = None if source is None else load_weights(made, source)
+    with _staged(path) as staged:
+        difference, is_free = _written(made, staged, format, example)
+    return Exported(path, None if loaded is None else loaded.source, difference, is_free)
+
+
+def check_format(name: str, path: Path, *, force: bool) -> None:
+    """Raise an error if the format does not exist, lacks a library, or cannot be written to `path`."""
+    if name not in FORMATS:
+        raise ConfigError(
+            f"format={name!r} is not a format{nearest(name, FORMATS)}: choose one of {', '.join(FORMATS)}"
+        )
+    form = FORMATS[name]
+    missing = [library for library in form.requires if not is_installed(library)]
+    if missing:
+        raise ResourceError(
+            f"format {name!r} needs {', '.join(missing)}, which is not installed: run pip install {' '.join(missing)}"
+        )
+    if path.suffix != form.suffix and (form.suffix or path.suffix in {each.suffix for each in FORMATS.values()}):
+        wanted = f"a file that ends with {form.suffix}" if form.suffix else "a directory"
+        raise ConfigError(
+            f"{path} does not suit the format {name!r}: name {wanted}, such as {path.with_suffix('') / form.default}"
+        )
+    if form.suffix and path.is_dir():
+        raise ConfigError(f"{path} is a directory: name a file, {path / form.default}")
+    if path.exists() and not force:
+        raise ConfigError(f"{path} already exists: name another path, or replace it with force=True (--force)")
+    if path.is_dir() and not _may_be_replaced(path):
+        raise ConfigError(
+            f"{path} is a directory with other files than an export has, which would be deleted: name another path"
+        )
+
+
+def _may_be_replaced(directory: Path) -> bool:
+    """Return whether the directory holds nothing but what an export writes, and is not the current one or around it."""
+    if Path.cwd().is_relative_to(directory.resolve()) or directory.is_symlink():
+        return False
+    return all(any(fnmatch.fnmatch(each.name, known) for known in _OF_EXPORTS) for each in directory.iterdir())
+
+
+def inputs_of(model: Any, batch: Any) -> Any:
+    """Return the inputs in a batch of training data: an `example` for `export`, without targets."""
+    if is_model(model):
+        return unpacked(batch).x
+    if isinstance(batch, Mapping):
+        target = next((name for name in TARGET_NAMES if name in batch), None)
+        return {name: value for name, value in batch.items() if name != target}
+    if isinstance(batch, (tuple, list)):
+        return tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
+    return batch
+
+
+def _made(model: Any) -> Any:
+    loaded = sys.modules.get("torch")
+    is_made = is_model(model) or (loaded is not None and isinstance(model, loaded.nn.Module))
+    made = model if is_made else model()
+    if is_model(made):
+        return made
+    import torch
+
+    if not isinstance(made, torch.nn.Module):
+        raise ConfigError(f"model is a {type(made).__name__}: pass a torch module, a Keras model, or a factory of one")
+    return made
+
+
+def _check_kind(model: Any, name: str) -> None:
+    fits = {
+        "safetensors": True,
+        "onnx": not is_model(model),
+        "torch-export": not is_model(model),
+        "savedmodel": is_model(model),
+        "huggingface": hasattr(model, "save_pretrained") and hasattr(type(model), "from_pretrained"),
+    }
+    if fits[name]:
+        return
+    others = ", ".join(other for other in FORMATS if fits[other])
+    raise ConfigError(
+        f"format {name!r} holds {FORMATS[name].kind}, and this is a {type(model).__name__}: choose one of {others}"
+    )
+
+
+@contextlib.contextmanager
+def _staged(path: Path) -> Iterator[Path]:
+    """Yield a path beside `path`, which takes the place of `path` at the end. Nothing is left after an error."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no directory {path.parent}")
+    staged = path.with_name(f".tmp-{path.name}")
+    _remove(staged)
+    try:
+        yield staged
+        if path.is_dir():
+            _remove(path)
+        staged.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
+    finally:
+        _remove(staged)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _written(model: Any, path: Path, name: str, example: Any) -> tuple[float | None, bool]:
+    """Write `model` to `path`. Return the difference on the example, and whether the size of a batch is free."""
+    if name == "safetensors":
+        _write_weights(model, path)
+        return None, True
+    if name == "savedmodel":
+        from distributed.backends._keras import saved_model
+
+        return saved_model.write(model, path, example)
+    from distributed.backends._torch import programs
+
+    return programs.write(model, path, name, example)
+
+
+def _write_weights(model: Any, path: Path) -> None:
+    if is_model(model):
+        from distributed.backends._keras import files
+
+        files.export(model, path)
+    else:
+        from distributed.backends._torch import tensors
+
+        tensors.save_weights(model, path)

@@ -1,0 +1,31 @@
+"""Refuse jobs of several models that an engine does not train, and settings that are for one model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed.backends._keras.models import is_model
+from distributed.backends.base import Backend
+from distributed.errors import ConfigError
+from distributed.state import Job
+
+_OF_ONE_MODEL = {
+    "compile": "call torch.compile on the models in their factories, or drop it",
+    "layer_rates": "set rates in the optimizers, or drop it",
+}
+
+
+def check_several(backend: Backend[Any], job: Job) -> None:
+    """Raise ConfigError if `job` has several models, and the engine or the settings are for one."""
+    if not job.names:
+        return
+    if backend.refuses_several:
+        raise ConfigError(f"backend={backend.plan.backend!r} does not take several models: {backend.refuses_several}")
+    for name, model in job.model.items():
+        if is_model(model):
+            raise ConfigError(
+                f"models[{name!r}] is a Keras model: pass torch modules, or train it alone, Trainer(model)"
+            )
+    for setting, advice in _OF_ONE_MODEL.items():
+        if getattr(backend.config, setting):
+            raise ConfigError(f"{setting} does not work with several models: {advice}")

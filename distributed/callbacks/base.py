@@ -1,0 +1,183 @@
+"""Define the base class of callbacks, and the objects that their hooks may use."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from distributed.errors import ConfigError
+
+if TYPE_CHECKING:
+    from distributed.config.settings import DistributedConfig
+    from distributed.state import StepResult, TrainState
+
+
+# What a callback may need of a backend. The values name it in messages and in the table of `distributed backends`.
+GRADIENTS = "gradients in hooks"
+AVERAGED_WEIGHTS = "averaged weights"
+
+
+class AveragedWeights(Protocol):
+    """A second set of the model's weights, which the backend keeps beside the trained ones.
+
+    It is sharded like the model and is stored in checkpoints. What reads weights from a checkpoint (`export`, the model of the
+    process that started workers) reads the averaged ones. Buffers, such as the statistics of BatchNorm, are not averaged. Every rank
+    calls every method. No method is a collective.
+    """
+
+    def start(self) -> None:
+        """Begin with a copy of the trained weights, unless a checkpoint has filled the averaged ones."""
+
+    def update(self, weight: float) -> None:
+        """Replace each averaged weight by `(1 - weight) * averaged + weight * trained`."""
+
+    def show(self) -> None:
+        """Let the model have the averaged weights. The trained weights are set aside."""
+
+    def hide(self) -> None:
+        """Let the model have the trained weights again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class FitContext:
+    """Objects that the hooks of a callback may use, as `self.context`. Created once per fit, on every rank.
+
+    Attributes:
+        model: the user's module, without the wrapper of the backend. With `fsdp` and ZeRO-3 each rank holds a part of
+            each parameter.
+        optimizer: the optimizer that updates it. With several models, `model[NAME]` and `optimizer[NAME]` are those of one.
+        config: the settings of this fit.
+        run_dir: the absolute path of the run directory.
+        stop: `stop(reason)` ends training on all ranks after the same step. One call on any rank is enough. The run
+            then counts as finished, saves a checkpoint at that step and has `reason` as its `stop_reason`. Called
+            in `on_train_start`, `on_log`, `on_validation_end` or `on_epoch_end`, `stop` takes effect immediately. Called
+            in another hook, it takes effect immediately with one process, and within some tenths of a second with
+            several. Called in `on_train_end`, it has no effect and logs a warning.
+        save: `save()` asks for a checkpoint. One call on any rank is enough. The checkpoint is saved before the next update
+            with one process, and within some tenths of a second with several.
+        evaluate: `evaluate(data)` returns the loss and the metrics over `data` as `Trainer.evaluate` does. A collective:
+            every rank must call it in the same hook. It changes no number of training.
+        notice: `notice(text)` shows a line on the display of the main process. Calls on other ranks do nothing.
+        num_samples: the number of samples in an epoch, over all ranks. None for a stream of unknown length.
+        named_parameters: `named_parameters()` returns pairs (name, parameter) of the model, by the names of its source code. A torch
+            backend only; other backends have none.
+        averaged_weights: a second set of weights. Only callbacks with `AVERAGED_WEIGHTS` in `needs` may use it.
+        log: `log(name, value, reduce="mean", on_every_rank=False)`, the same as `Trainer.log`.
+    """
+
+    model: Any
+    optimizer: Any
+    config: DistributedConfig
+    run_dir: Path
+    stop: Callable[[str], None]
+    save: Callable[[], None]
+    evaluate: Callable[[Any], dict[str, float]]
+    notice: Callable[[str], None]
+    num_samples: int | None
+    named_parameters: Callable[[], list[tuple[str, Any]]]
+    averaged_weights: AveragedWeights
+    log: Callable[..., None]
+
+
+class Callback:
+    """Base class of callbacks. Override the hooks that you need.
+
+    Every hook runs on every rank, with the same metrics. The hooks of several callbacks run in the order in which the callbacks
+    were given to the trainer. Early stopping by settings comes after them, and then the loggers. An error in a hook ends the run as an
+    error in a training step does. During a fit `self.context` is a `FitContext`. Do not change `state`.
+
+    `state_dict` and `load_state_dict` make the state of a callback part of the checkpoint. The main process's state is
+    saved, and on resume every rank gets it.
+
+    Attributes:
+        needs: what the callback needs of the backend: `GRADIENTS`, `AVERAGED_WEIGHTS`, or both. A backend without it refuses
+            the callback before training. A callback that overrides `on_before_update` needs `GRADIENTS` in any case.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    __context: FitContext | None = None  # two underscores, so that no attribute of a subclass collides with it
+
+    @property
+    def context(self) -> FitContext:
+        """The objects that a hook may use. Raises ConfigError outside of `fit`."""
+        if self.__context is None:
+            raise ConfigError(
+                f"{type(self).__name__}.context is only available while fit() runs: use it in a hook, such as on_train_start"
+            )
+        return self.__context
+
+    @context.setter
+    def context(self, value: Any) -> None:
+        raise ConfigError(
+            f"{type(self).__name__} sets self.context, through which hooks reach the model and run_dir: give the attribute another name"
+        )
+
+    def _bind(self, context: FitContext | None) -> FitContext | None:
+        """Set the context, and return the previous one."""
+        before, self.__context = self.__context, context
+        return before
+
+    def on_train_start(self, state: TrainState) -> None:
+        """Called before the first step of this attempt."""
+
+    def on_before_update(self, state: TrainState) -> None:
+        """Called before each update: the gradients of all ranks are averaged and unscaled, and not yet clipped.
+
+        `context.model` has them in the attribute `grad` of its parameters. A parameter whose `grad` is set to None is left out of
+        the update. With `fsdp`, each rank holds a shard of each gradient. `state.step` counts the updates before this one.
+        """
+
+    def on_step_end(self, state: TrainState, result: StepResult) -> None:
+        """Called after each update. `result` holds device scalars: reading one waits for the device."""
+
+    def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
+        """Called every `log_every_n_steps` updates (split "train") and after validation (split "val").
+
+        `metrics` are floats, averaged over all ranks.
+        """
+
+    def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
+        """Called after each `on_log` of split "train".
+
+        `seconds` has the time that each part of an update took (see `TimeSplit.take`).
+        """
+
+    def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """Called after each epoch and its validation.
+
+        `metrics` is the row of the epoch: means over training, and validation metrics with the prefix `val_`. The latter are
+        missing if `validate_every_n_steps` or `validate_every_s` is set, because validations then do not follow the epochs.
+        """
+
+    def on_validation_start(self, state: TrainState) -> None:
+        """Called before each validation: after an epoch, or when `validate_every_n_steps` or `validate_every_s` says so."""
+
+    def on_validation_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        """Called after each validation, and before `on_epoch_end` if the epoch ends there.
+
+        `metrics` is the row of the validation: means over the training of the epoch so far, and the metrics of each
+        validation set with its prefix (`val_`, or `val_NAME_` for a set with a name). It is empty if a signal ended the
+        validation early. No checkpoint is saved between `on_validation_start` and `on_validation_end`.
+        """
+
+    def on_checkpoint(self, state: TrainState, path: Path) -> None:
+        """Called after a checkpoint was committed to `path`."""
+
+    def on_train_end(self, state: TrainState) -> None:
+        """Called after the last step and its checkpoint. `stop` has no effect here and logs a warning."""
+
+    def on_error(self, state: TrainState, error: BaseException) -> None:
+        """Called when training ends with `error`. Other ranks may be gone, so call no collective."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state to store in the checkpoint. Called on every rank; the main process's is stored.
+
+        It may hold plain values, containers of them, NumPy arrays and torch tensors. `load_state_dict` gets tensors on the CPU.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""

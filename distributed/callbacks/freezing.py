@@ -1,0 +1,61 @@
+"""Leave parameters out of the updates, for good or until an epoch or an update."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from distributed.callbacks.base import GRADIENTS, Callback
+from distributed.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from distributed.state import TrainState
+
+
+class Freeze(Callback):
+    """Leave parameters out of the updates until an epoch or an update, or during the whole training.
+
+    Their gradients are computed and then dropped before clipping, so the backward pass does not become faster. For parameters that are
+    frozen from the start to the end, set `requires_grad = False` in the model instead. Buffers, such as the statistics of
+    BatchNorm, still change. The moments of the optimizer begin when a parameter is no longer frozen.
+
+    Args:
+        names: starts of the names of the parameters, such as `"encoder."`.
+        until_epoch: the number of epochs after which the parameters are trained.
+        until_step: the number of updates after which the parameters are trained.
+
+    Raises:
+        ConfigError: both limits are given. During `fit`: no parameter has such a name, or all of them are frozen for good.
+    """
+
+    needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
+
+    def __init__(self, *names: str, until_epoch: int | None = None, until_step: int | None = None) -> None:
+        if not names:
+            raise ConfigError("Freeze() freezes nothing: give the starts of the names of parameters")
+        if until_epoch is not None and until_step is not None:
+            raise ConfigError(f"until_epoch={until_epoch} and until_step={until_step} both end Freeze: drop one")
+        self.names, self.until_epoch, self.until_step = names, until_epoch, until_step
+        self._parameters: list[Any] = []
+
+    def on_train_start(self, state: TrainState) -> None:
+        known = self.context.named_parameters()
+        for start in self.names:
+            if not any(name.startswith(start) for name, _ in known):
+                raise ConfigError(
+                    f"Freeze({start!r}): no parameter's name starts so{nearest(start, [n for n, _ in known])}"
+                )
+        self._parameters = [parameter for name, parameter in known if name.startswith(self.names)]
+        is_for_good = self.until_epoch is None and self.until_step is None
+        if is_for_good and len(self._parameters) == len(known):
+            raise ConfigError("Freeze leaves no parameter to train: name fewer, or set until_epoch or until_step")
+
+    def is_frozen(self, state: TrainState) -> bool:
+        """Return whether the next update leaves the parameters out."""
+        if self.until_step is not None:
+            return state.step < self.until_step
+        return self.until_epoch is None or state.epoch < self.until_epoch
+
+    def on_before_update(self, state: TrainState) -> None:
+        if self.is_frozen(state):
+            for parameter in self._parameters:
+                parameter.grad = None

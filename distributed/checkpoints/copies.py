@@ -1,0 +1,168 @@
+"""Carry the files of a checkpoint between nodes that do not share its directory, through the processes of the run.
+
+The directory of the main process is the one that counts. A save gathers there what the other ranks wrote on their own nodes,
+such as the states of their random generators. A load sends the files of the main process to the nodes that do not have them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.manifest import MANIFEST
+
+RECEIVED = "received"  # directory beside the checkpoints for the one that the main process has delivered last
+_LOADING = ".loading"  # directory beside the checkpoints for one that is being loaded
+_CHUNK_BYTES = 64 << 20
+_APPEARS_S = 0.5  # for a new file to appear on a node that shares the directory, over NFS for example
+_MARKER = ".main-"  # prefix of the file by which the ranks find out whether they share the directory
+
+
+class Copies:
+    """Exchange files between the nodes of a run. Every rank must call each of the methods, unless it says otherwise.
+
+    Args:
+        directory: the directory of the checkpoints, on each node.
+        agreement: of all ranks.
+    """
+
+    def __init__(self, directory: Path, agreement: Agreement) -> None:
+        self._directory, self._agreement, self._context = directory, agreement, agreement.context
+        self._away: list[int] | None = None  # ranks that do not see the directory of the main process
+        self._marker = ""  # name of the main process's file
+
+    def away(self) -> list[int]:
+        """Return the ranks that do not see the directory of the main process."""
+        if self._away is None:
+            self._away = self._look() if self._has_several_nodes() else []
+        return self._away
+
+    def clear(self, stage: Path) -> None:
+        """Remove what a rank of this node wrote into `stage`, if the node is away. No collective once `away` has been called."""
+        if self._is_first_of(self._away or []):
+            shutil.rmtree(stage, ignore_errors=True)
+
+    def gather(self, stage: Path) -> None:
+        """Send what the nodes that are away wrote into `stage` to the `stage` of the main process."""
+        if not self.away():
+            return
+        late = self._ranks_without(self._directory / self._marker, 0.0)  # a file system may have shown the marker late
+        self._away = [rank for rank in self.away() if rank in late]
+        copy = stage if self._context.is_main_process else None
+        for source in self._first_ranks_of(self._away):
+            self._send(stage, copy, source)
+
+    @contextlib.contextmanager
+    def here(self, path: Path) -> Iterator[Path]:
+        """Yield the path under which this rank reads the checkpoint that the main process has at `path`."""
+        away = self.away()
+        if self._has_several_nodes() and path.parent != self._directory:
+            away = self._ranks_without(path / MANIFEST, 0.0)
+        copy = self._directory / _LOADING
+        try:
+            yield self._send_to(away, path, copy / path.name)
+        finally:
+            if self._is_first_of(away):  # the checkpoint is loaded, so the copy is not needed any more
+                shutil.rmtree(copy, ignore_errors=True)
+
+    def deliver(self, path: Path) -> Path:
+        """Send the checkpoint `path` of the main process to the nodes that are away. Return the path at which this rank sees it.
+
+        A node keeps only the checkpoint that was delivered last.
+        """
+        return self._send_to(self.away(), path, self._directory / RECEIVED / path.name)
+
+    def _has_several_nodes(self) -> bool:
+        return self._context.local_world_size < self._context.world_size
+
+    def _is_first_of(self, away: list[int]) -> bool:
+        """Return whether this rank reads and writes the files of its node, which is away."""
+        return self._context.rank in away and self._context.local_rank == 0
+
+    def _first_ranks_of(self, away: list[int]) -> list[int]:
+        """Return the first rank of each node that is away."""
+        return self._where(self._is_first_of(away))
+
+    def _where(self, holds: bool) -> list[int]:
+        """Return the ranks on which `holds` is true."""
+        ranks = dict.fromkeys(map(str, range(self._context.world_size)), 0.0)
+        ranks[str(self._context.rank)] = float(holds)
+        return [int(rank) for rank, found in self._agreement.world.reduce(ranks).items() if found]
+
+    def _send_to(self, away: list[int], path: Path, copy: Path) -> Path:
+        """Send the files in `path` of the main process to `copy` on the nodes of `away`. Return where this rank has them."""
+        if not away:
+            return path
+        is_first = self._is_first_of(away)
+        if is_first:
+            shutil.rmtree(copy.parent, ignore_errors=True)
+        self._send(path, copy if is_first else None, 0)
+        return copy if self._context.rank in away else path
+
+    def _send(self, path: Path, copy: Path | None, source: int) -> None:
+        """Send the files in `path` of the rank `source` to the ranks that have a `copy`."""
+        sizes: dict[str, int] = self._broadcast(lambda: _sizes(path), source)
+        for name, size in sizes.items():
+            for start in range(0, max(size, 1), _CHUNK_BYTES):
+                data = self._broadcast(lambda: _part(path / name, start), source)  # noqa: B023
+                self._agreement.on_all(lambda: None if copy is None else _add(copy / name, data, start))  # noqa: B023
+
+    def _broadcast(self, read: Callable[[], Any], source: int) -> Any:
+        """Return on all ranks what `read` returns on the rank `source`. All ranks raise its error."""
+        is_source = self._context.rank == source
+        mine = self._agreement.on_all(lambda: read() if is_source else None)
+        return self._agreement.world.broadcast(mine, source)
+
+    def _look(self) -> list[int]:
+        """Let the main process create a file, and return the ranks that do not see it."""
+        self._marker = self._agreement.on_main(lambda: _create_marker(self._directory))
+        return self._ranks_without(self._directory / self._marker, _APPEARS_S)
+
+    def _ranks_without(self, file: Path, seconds: float) -> list[int]:
+        """Return the ranks that do not see a file of the main process within `seconds`."""
+        return [rank for rank in self._where(not _appears(file, seconds)) if rank > 0]
+
+
+def _create_marker(directory: Path) -> str:
+    """Create the file of this attempt in place of that of an earlier one, and return its name."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for old in directory.glob(f"{_MARKER}*"):
+        old.unlink(missing_ok=True)
+    name = f"{_MARKER}{secrets.token_hex(8)}"
+    (directory / name).touch()
+    return name
+
+
+def _appears(path: Path, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not os.access(path, os.F_OK):  # unlike Path.exists, it raises nothing
+        if time.monotonic() > deadline:
+            return False
+        with contextlib.suppress(OSError):
+            list(path.parent.iterdir())  # NFS then asks its server again
+        time.sleep(0.05)
+    return True
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def _part(path: Path, start: int) -> bytes:
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read(_CHUNK_BYTES)
+
+
+def _add(path: Path, data: bytes, start: int) -> None:
+    """Write the part of a file that begins at byte `start`. Raises FileExistsError if the file was there before the first part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab" if start else "xb") as file:
+        file.write(data)

@@ -1,0 +1,287 @@
+"""`distributed runs` and `distributed status`: list the runs of a directory, and follow one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distributed.checkpoints.durable import size_text
+from distributed.config.addresses import refuse_address
+from distributed.errors import ConfigError
+from distributed.loggers.wording import duration, epoch_line, middle_cut, number, progress_parts
+from distributed.runs.deleting import check_deletable, delete_run, kept_elsewhere, size_of
+from distributed.runs.directory import RunDirectory
+from distributed.runs.listing import RunState, list_runs, read_state_of
+from distributed.runs.selecting import Condition, in_order, select
+
+_WIDTH = 80
+_SHORTEST_NAME = 12
+_LOOK_EVERY_S = 0.5
+_NOT_METRICS = ("time", "split", "step", "epoch", "samples_per_second")  # of a line of metrics.jsonl
+_SHOWN = (  # events
+    "worker_failed", "node_failed", "node_lost", "node_joined", "restarted", "regrouped", "resumed", "checkpoint_saved", "preempted",
+    "finished", "not_started",
+)  # fmt: skip
+
+
+def runs(
+    directories: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[DIR...]", help="runs, or directories that hold runs (default: runs)"),
+    ] = None,
+    where: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="CONDITION",
+            help="only runs of which this holds: NAME=VALUE or another of != < <= > >=; may be repeated",
+            rich_help_panel="Select",
+        ),
+    ] = None,
+    sort: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="started, duration, a metric, or any NAME of --where; the newest, best or smallest first",
+            rich_help_panel="Select",
+        ),
+    ] = "started",
+    is_reversed: Annotated[
+        bool, typer.Option("--reverse", help="turn the order round", rich_help_panel="Select")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="only the first N runs", rich_help_panel="Select")
+    ] = None,
+    delete: Annotated[
+        bool,
+        typer.Option(
+            "--delete", help="list these runs, ask, and delete them with checkpoints", rich_help_panel="Delete"
+        ),
+    ] = False,
+    is_sure: Annotated[bool, typer.Option("--yes", help="delete without asking", rich_help_panel="Delete")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON list")] = False,
+) -> None:
+    """List runs: status, backend, nodes x processes of each, step, best metric, and when they began.
+
+    A condition names a column (name, status, backend, num_nodes, world_size, step, epoch, restarts, samples_per_second, age,
+    duration), a metric (its best value), a setting or a hyperparameter. Texts may have the form digits-*, times 15min, 3h or 7d.
+    """
+    if is_sure and not delete:
+        raise ConfigError("--yes belongs to --delete: add that, or drop it")
+    if delete and as_json:
+        raise ConfigError("--delete and --json exclude each other: list with --json first, then delete")
+    chosen = _chosen(
+        directories or [Path("runs")], [Condition.of(text) for text in where or ()], sort, is_reversed, limit
+    )
+    if as_json:
+        print(json.dumps([_as_json(run) for run in chosen], indent=1))
+        return
+    if not chosen:
+        kind = "such runs" if where else "runs"
+        print(f"no {kind} in {', '.join(map(str, directories or [Path('runs')]))}")
+    elif delete:
+        _delete(chosen, is_sure)
+    else:
+        _print_table(chosen, sort)
+
+
+def list_directory(directory: Path) -> None:
+    """Print the table of the runs in `directory`."""
+    found = list_runs(directory)
+    if not found:
+        print(f"no runs in {directory}")
+    _print_table(found)
+
+
+def _print_table(found: Sequence[RunState], metric: str = "") -> None:
+    """Print the table of the runs. The column of the best metric shows `metric`, if a run has it."""
+    for line in _table(found, shutil.get_terminal_size((_WIDTH, 24)).columns, metric):
+        print(line)
+
+
+def _chosen(
+    directories: Sequence[Path], conditions: Sequence[Condition], sort: str, is_reversed: bool, limit: int | None
+) -> list[RunState]:
+    found: dict[Path, RunState] = {}
+    for directory in directories:
+        refuse_address(directory, "'distributed runs'")
+        if directory.exists() or directory != Path("runs"):
+            found |= {run.path.absolute(): run for run in list_runs(directory)}
+    return in_order(select(list(found.values()), conditions), sort, is_reversed)[:limit]
+
+
+def _delete(chosen: Sequence[RunState], is_sure: bool) -> None:
+    """List the runs with whole paths, ask, and delete them. If one of them may not be deleted, delete none."""
+    for run in chosen:
+        check_deletable(run)
+    sizes = [size_of(run.path) for run in chosen]
+    for run, bytes_ in zip(chosen, sizes, strict=True):
+        print(f"{run.path}  ({run.status}, step {run.step}, {_age(time.time() - run.began)} old, {size_text(bytes_)})")
+    size = size_text(sum(sizes))
+    for place in dict.fromkeys(place for run in chosen for place in kept_elsewhere(run.path)):
+        print(f"not deleted: {place}")
+    if not is_sure:
+        if not sys.stdin.isatty():
+            raise ConfigError("--delete asks before it deletes, and there is no terminal: add --yes")
+        typer.confirm(f"delete {_runs_text(chosen)} ({size})?", abort=True)
+    for run in chosen:
+        delete_run(run)
+    print(f"deleted {_runs_text(chosen)} ({size})")
+
+
+def _runs_text(chosen: Sequence[RunState]) -> str:
+    return f"{len(chosen)} run{'s' * (len(chosen) > 1)}"
+
+
+def status(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
+    once: Annotated[bool, typer.Option("--once", help="print the state and leave, also while the run goes on")] = False,
+) -> None:
+    """Show the state of a run and follow it to its end, on any machine that sees its directory. Ctrl-C stops following."""
+    refuse_address(run, "'distributed status'")
+    state = read_state_of(run)
+    for line in _lines_of(state):
+        print(line, flush=True)
+    if not once and not state.is_over:
+        _follow(run)
+
+
+def _as_json(run: RunState) -> dict[str, Any]:
+    return {
+        "run": str(run.path), "status": run.status, "backend": run.backend, "num_nodes": run.num_nodes, "world_size": run.world_size,
+        "step": run.step, "epoch": run.epoch, "best_metrics": dict(run.best), "began": run.began, "changed": run.changed,
+        "checkpoint": run.checkpoint, "error": run.error, "restarts": run.restarts, "final_metrics": dict(run.final),
+        "total_time": run.total_time, "samples_per_second": run.samples_per_second,
+    }  # fmt: skip
+
+
+def _table(found: Sequence[RunState], width: int, metric: str) -> list[str]:
+    """Return the lines of the table. If it is too wide, the gaps shrink first, then the best metric loses its name, then the names
+    of runs lose their middle."""
+
+    def named(run: RunState) -> str:
+        name = _best_name(run, metric)
+        return f"{name} {number(run.best[name])}" if name else ""
+
+    def value(run: RunState) -> str:
+        name = _best_name(run, metric)
+        return number(run.best[name]) if name else ""
+
+    lines: list[str] = []
+    for gap, best in (("  ", named), (" ", named), (" ", value)):
+        lines = _aligned([_cells(run, best) for run in found], gap)
+        if max(map(len, lines), default=0) <= width:
+            return lines
+    longest = max(len(run.path.name) for run in found)
+    rows = [_cells(run, value) for run in found]
+    room = max(longest - max(map(len, lines)) + width, _SHORTEST_NAME)
+    return _aligned([[middle_cut(name, room), *rest] for name, *rest in rows], " ")
+
+
+def _aligned(rows: list[list[str]], gap: str) -> list[str]:
+    if not rows:
+        return []
+    rows = [["run", "status", "backend", "nodes", "step", "best", "age"], *rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _cells(run: RunState, best: Callable[[RunState], str]) -> list[str]:
+    nodes = f"{run.num_nodes}x{run.world_size // run.num_nodes}" if run.world_size else ""
+    return [run.path.name, run.status, run.backend, nodes, str(run.step), best(run), _age(time.time() - run.began)]
+
+
+def _best_name(run: RunState, metric: str) -> str:
+    """Return the metric to show: `metric`, else the loss of the validation, else any other metric of it, else the first one."""
+
+    def place(name: str) -> tuple[bool | str, ...]:
+        return name != metric, name != "val_loss", not name.startswith("val_"), name != "loss", name
+
+    return min(run.best, key=place, default="")
+
+
+def _age(seconds: float) -> str:
+    """Return `12 s`, `5 min`, `3 h` or `4 d`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds // size:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def _lines_of(run: RunState) -> list[str]:
+    where = f" on {run.host}" if run.host and not run.is_over else ""
+    facts = {
+        "status": run.status + where,
+        "backend": run.backend,
+        "processes": f"{run.world_size} on {run.num_nodes} node{'s' * (run.num_nodes > 1)}" if run.world_size else "",
+        "step": f"{run.step}, epoch {run.epoch}",
+        "best": ", ".join(f"{name} {number(value)}" for name, value in run.best.items()),
+        "checkpoint": run.checkpoint or "none",
+        "restarts": str(run.restarts) if run.restarts else "",
+        "began": f"{duration(time.time() - run.began)} ago",
+        "changed": f"{duration(time.time() - run.changed)} ago",
+        "error": run.error or "",
+    }
+    return [str(run.path), *(f"  {name:<12}{value}" for name, value in facts.items() if value)]
+
+
+def _follow(path: Path) -> None:
+    """Print new rows and events of a run, in the order of their times, until it has ended."""
+    run = RunDirectory(path)
+    begin, rows = run.events_size(), _size(run.metrics)
+    while True:
+        is_over = read_state_of(path).is_over  # read before the lines, so that none is missed
+        found, rows = _rows(run.metrics, rows)
+        end = run.events_size()
+        found += [
+            (event["time"], _event_line(event)) for event in run.read_events(begin, end) if event["event"] in _SHOWN
+        ]
+        begin = end
+        for _, line in sorted(found):
+            print(line, flush=True)
+        if is_over:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    state = read_state_of(path)
+    print(f"{state.status} at step {state.step}" + (f": {state.error}" if state.error else ""), flush=True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _rows(path: Path, begin: int) -> tuple[list[tuple[float, str]], int]:
+    """Return (time, text) of the complete lines of metrics.jsonl from byte `begin` on, and where the next line begins."""
+    begin = begin if begin <= _size(path) else 0  # a resume removes what came after its checkpoint
+    data = b""
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        file.seek(begin)
+        data = file.read()
+    whole = data[: data.rfind(b"\n") + 1]
+    found = []
+    for line in whole.splitlines():
+        with contextlib.suppress(ValueError):  # the rest of a line that was removed
+            found.append(json.loads(line))
+    return [(row["time"], _row_line(row)) for row in found], begin + len(whole)
+
+
+def _row_line(row: dict[str, Any]) -> str:
+    metrics = {name: value for name, value in row.items() if name not in _NOT_METRICS}
+    epoch = row["epoch"] + 1
+    if row.get("split") == "val":
+        return epoch_line({"epoch": epoch, **{f"val_{name}": value for name, value in metrics.items()}})
+    return "  ".join(progress_parts({**row, "epoch": epoch, "metrics": metrics}))
+
+
+def _event_line(event: dict[str, Any]) -> str:
+    detail = "  ".join(str(event[name]) for name in ("checkpoint", "cause") if event.get(name))
+    when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
+    step = f" at step {event['step']}" if "step" in event else ""
+    return f"{when}  {event['event'].replace('_', ' ')}{step}  {detail}".rstrip()

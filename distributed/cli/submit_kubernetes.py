@@ -1,0 +1,84 @@
+"""`distributed submit kubernetes`: its flags, and what a user sees of a job in Kubernetes."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from distributed.cli.scheduler import Scheduler
+from distributed.errors import ConfigError
+from distributed.launcher.submit import kubernetes
+from distributed.launcher.submit.job import BatchJob
+from distributed.launcher.submit.manifests import KubernetesOptions, job_name
+
+_ABOUT = """\
+Write the manifests of a run for Kubernetes and submit them with kubectl.
+
+All flags of train but --token-file are accepted. The paths of the script and of
+--config must be the same here and in the image. The pods read their numbers
+from their environment, and a pod that is lost is replaced."""
+
+
+def _add_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--image", metavar="IMAGE", help="image of the pods, with this package and the script (required)"
+    )
+    group.add_argument(
+        "--kind",
+        metavar="job|trainjob|rayjob",
+        help="what to submit: a plain Job, or a job for Kubeflow Trainer v2 or KubeRay (default: job)",
+    )
+    group.add_argument("--namespace", metavar="NAME", help="namespace (default: that of kubectl's context)")
+    group.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the run directory)")
+    group.add_argument(
+        "--claim", metavar="NAME", help="PersistentVolumeClaim for runs; without one, files are lost with pod 0"
+    )
+    group.add_argument("--volume-path", metavar="DIR", help="where the claim is mounted (default: /runs)")
+    group.add_argument(
+        "--working-dir", metavar="DIR", help="directory in the image that paths start from (default: the image's)"
+    )
+    group.add_argument("--cpus", metavar="N", help="CPUs of each pod")
+    group.add_argument("--memory", metavar="SIZE", help="memory of each pod, such as 32Gi")
+    group.add_argument("--shm", metavar="SIZE", help="size of /dev/shm in each pod (default: 8Gi)")
+    group.add_argument(
+        "--secret",
+        metavar="NAME",
+        action="append",
+        help="a Secret whose keys become variables, such as credentials of object storage; may be repeated",
+    )
+    group.add_argument("--gpu-resource", metavar="NAME", help="name of GPUs in the cluster (default: nvidia.com/gpu)")
+    group.add_argument(
+        "--save-within", type=int, metavar="S", help="seconds in which a pod that is to end must save (default: 300)"
+    )
+    group.add_argument("--user", type=int, metavar="N", help="number of the user of the processes (default: 1000)")
+    group.add_argument(
+        "--retries", type=int, metavar="N", help="failures of a pod after which the job fails (default: 6)"
+    )
+
+
+def _options(asked: dict[str, Any]) -> KubernetesOptions:
+    given = {name: value for name, value in asked.items() if value is not None}
+    if "image" not in given:
+        raise ConfigError("--image is missing: name the image of the pods, which has this package and the script")
+    secrets = given.pop("secret", ())
+    return KubernetesOptions(secrets=secrets, **given)
+
+
+def _submit(job: BatchJob, options: KubernetesOptions, resume: bool) -> str:
+    for text in kubernetes.notes(job, options):
+        sys.stderr.write(f"warning: {text}\n")
+    return f"{kubernetes.submit(job, options, resume=resume)} was submitted"
+
+
+def _stop(run_dir: Path) -> str:
+    again = "its command with --run-dir RUN --resume".replace("RUN", shlex.quote(str(run_dir)))
+    return f"{kubernetes.stop(run_dir)} was told to save and end; to continue the run, repeat {again}"
+
+
+KUBERNETES = Scheduler(
+    "Kubernetes", kubernetes.FILE, _ABOUT, _add_flags, _options, kubernetes.manifest_text, _submit, kubernetes.status, kubernetes.logs,
+    _stop, shares_run_dir=False, name=lambda script, run_dir: job_name(run_dir.name),
+)  # fmt: skip

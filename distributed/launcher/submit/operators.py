@@ -1,0 +1,92 @@
+"""Manifests of a run for the operators Kubeflow Trainer v2 (TrainJob) and KubeRay (RayJob)."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.launcher.submit.job import BatchJob
+from distributed.launcher.submit.manifests import (
+    LABEL,
+    KubernetesOptions,
+    container,
+    directory,
+    job_spec,
+    limits,
+    metadata,
+    pod_spec,
+    words,
+)
+
+_TRAINER = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
+_PLAIN = re.compile(r"[\w.,:/=+@%-]+")  # a word that no shell changes
+
+
+def trainjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """Return a TrainingRuntime, which has the pods, and a TrainJob that runs it.
+
+    Kubeflow Trainer makes an indexed Job and a headless Service of them. Its plugin for torch gives each pod the variables of
+    torchrun (PET_NODE_RANK and others), from which `train` reads its place.
+    """
+    plan = job.plan
+    container_of_node = container(job, options, [], words(job, options)) | limits(job, options)
+    spec = job_spec(job, options, pod_spec(job, options, [container_of_node]))
+    del spec["completions"], spec["parallelism"]  # Kubeflow sets them to numNodes
+    node = {
+        "name": "node",
+        "template": {
+            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+            "spec": spec,
+        },
+    }
+    runtime = {
+        "mlPolicy": {"numNodes": plan.num_nodes, "torch": {}},
+        "template": {"spec": {"replicatedJobs": [node]}},
+    }
+    train = {
+        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name},
+        "trainer": {"numNodes": plan.num_nodes, "numProcPerNode": plan.nproc_per_node},
+    }
+    return [
+        {**_TRAINER, "kind": "TrainingRuntime", "metadata": metadata(job, options), "spec": runtime},
+        {**_TRAINER, "kind": "TrainJob", "metadata": metadata(job, options), "spec": train},
+    ]
+
+
+def rayjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str, Any]]:
+    """Return a RayJob: a Ray cluster with a worker pod for each node, and the command on its head, which trains nothing.
+
+    Raises ConfigError if the run does not use Ray, or a word of the command would be changed on its way through Ray's job server.
+    """
+    if job.plan.backend != "ray":
+        raise ConfigError("--kind rayjob starts a Ray cluster, which only the backend ray uses: add --backend ray")
+    command = words(job, options)
+    if wrong := [word for word in command if not _PLAIN.fullmatch(word)]:
+        raise ConfigError(
+            f"{wrong[0]!r} cannot be a word of a RayJob's entrypoint: use letters, digits and .,:/=+@%-_ in it"
+        )
+
+    def template(name: str, resources: dict[str, Any]) -> dict[str, Any]:
+        spec = pod_spec(job, options, [container(job, options, [], None, name) | resources])
+        return {"metadata": {"labels": {LABEL: job.name}}, "spec": spec}
+
+    nodes = template("ray-worker", limits(job, options))
+    head = template("ray-head", limits(job, options, has_gpus=False))
+    del nodes["spec"]["restartPolicy"], head["spec"]["restartPolicy"]  # KubeRay restarts the nodes of its cluster
+    head["spec"]["initContainers"] = [directory(job, options)]
+    count = job.plan.num_nodes
+    workers = {
+        "groupName": "nodes", "replicas": count, "minReplicas": count, "maxReplicas": count, "rayStartParams": {}, "template": nodes,
+    }  # fmt: skip
+    spec = {
+        "entrypoint": " ".join(command),
+        "backoffLimit": options.retries,  # each attempt has a new cluster and continues the run
+        "shutdownAfterJobFinishes": True,
+        "submitterPodTemplate": template("submitter", {}),
+        "rayClusterSpec": {
+            "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": head},
+            "workerGroupSpecs": [workers],
+        },
+    }
+    return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata(job, options), "spec": spec}]

@@ -1,0 +1,227 @@
+"""Keep what the user's code logs on this rank until the ranks next meet; how loggers record it belongs in their own files."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+from distributed.errors import ConfigError, nearest
+from distributed.loggers.media import Media
+from distributed.metrics.monitor import PREFIX, check_names
+from distributed.state import MAX, SEPARATOR, SUM, LoggedMedia, StepResult
+
+Average = tuple[str, Any, float, float]  # as in `StepResult`
+_REDUCTIONS = ("mean", "sum", "max")
+# Prefixes of names that loggers use themselves.
+_TAKEN = (PREFIX, "best_", "time/", "train/", "val/", "logged/", "media/", "weights/", "gradients/")
+_LONGEST = 180  # letters of a name in a file name
+_receivers: list[Logged] = []  # of the fits and evaluations that run in this process, the innermost last
+
+
+@dataclasses.dataclass
+class _Held:
+    """Media that were logged, until they are recorded."""
+
+    name: str
+    media: Media
+    rank: int | None
+    step: int | None = None
+
+
+class Logged:
+    """Values that the user's code logs on this rank, until they join the result of a step. Ranks may log different names."""
+
+    def __init__(self) -> None:
+        # The samples of the micro-batch whose step runs, None outside of a step. With 0 nothing is kept.
+        self.num_samples: int | None = None
+        self._refusal: str | None = None
+        self._pending: list[Average] = []
+        self._reductions: dict[str, str] = {}  # of each name that was logged
+        self._result: StepResult | None = None  # the newest result that got values
+        self._rank, self._taken = 0, frozenset[str]()
+        self._takes_media = False
+        self._media: list[_Held] = []
+        self._numbers: Counter[tuple[str, int]] = Counter()  # media of each name and step
+
+    def begin(self, rank: int, taken: Iterable[str], *, takes_media: bool = False) -> None:
+        """Begin a fit on `rank` in which the names `taken` are those of metrics. Media are dropped unless it `takes_media`."""
+        self.num_samples, self._pending, self._reductions = None, [], {}
+        self._media, self._numbers = [], Counter()
+        self._rank, self._taken, self._takes_media = rank, frozenset(taken), takes_media
+
+    @contextlib.contextmanager
+    def evaluating(self, rank: int, taken: Iterable[str]) -> Iterator[None]:
+        """Begin an evaluation for the `with` block. A fit in whose hook it runs goes on with what it has logged."""
+        before = dict(vars(self))
+        self.begin(rank, taken)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[None]:
+        """Forget at the end of the `with` block what was logged in it."""
+        before = dict(vars(self))
+        self._pending, self._media, self._takes_media, self._result = [], [], False, None
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether something was logged that no result holds, or that is not recorded yet."""
+        return bool(self._pending) or bool(self._media)
+
+    def log(self, name: str, value: Any, reduce: str = "mean", *, on_every_rank: bool = False) -> None:
+        """Keep a value, as `Trainer.log` says. Never waits for the device or for another rank."""
+        if self._refusal is not None:
+            raise ConfigError(f"log({name!r}, ...) {self._refusal}")
+        if self._reductions.get(name) != reduce:
+            self._check(name, reduce)
+        if self.num_samples == 0:  # a sample that is run again counts elsewhere
+            return
+        if isinstance(value, Media):
+            self._hold(name, value, reduce, on_every_rank)
+            return
+        number = _number(name, value)
+        self._reductions[name] = reduce
+        key = f"{name}/rank_{self._rank}" if on_every_rank else name
+        if reduce == "mean":
+            weight = float(1 if self.num_samples is None else self.num_samples)
+            self._pending.append((key, number, weight, weight))
+        else:
+            self._pending.append((key + (SUM if reduce == "sum" else MAX), number, 1.0, 1.0))
+
+    def attach(self, result: StepResult, step: int | None = None) -> None:
+        """Move the values into `result`, and note `step` for media without a step, if it is given.
+
+        Raises ConfigError if the step reports a metric of the same name.
+        """
+        for held in self._media:
+            held.step = step if held.step is None else held.step
+        pending, self._pending = self._pending, []
+        is_more = result is self._result  # a step and then `on_step_end` may log the same name
+        reported = set() if is_more else {name for name, *_ in result.averages}
+        for name, *average in pending:
+            plain, _, _ = name.partition(SEPARATOR)
+            if plain in reported:
+                raise ConfigError(f"log({plain!r}, ...) has the name of a metric of the same step: rename one of them")
+            # The sums of a step are added up, so each value of which the largest is wanted has a name of its own.
+            key = f"{name}{len(result.averages)}" if name.endswith(MAX) else name
+            result.averages.append((key, *average))
+        self._result = result
+
+    def take_media(self, step: int) -> list[LoggedMedia]:
+        """Return the media since the last call, encoded. The host waits for the device here. `step` is the newest step."""
+        held, self._media = self._media, []
+        return [self._encoded(each, step if each.step is None else each.step) for each in held]
+
+    def _hold(self, name: str, media: Media, reduce: str, on_every_rank: bool) -> None:
+        if reduce != "mean":
+            raise ConfigError(
+                f"log({name!r}, {type(media).__name__}(...), reduce={reduce!r}) cannot be reduced: drop reduce"
+            )
+        if len(quote(name, safe="")) > _LONGEST:
+            raise ConfigError(
+                f"log({name[:20]!r}..., ...) has a name too long for a file: give it at most {_LONGEST} letters"
+            )
+        held = media.held()  # checks it, also where it is not kept
+        if self._takes_media and (on_every_rank or self._rank == 0):
+            self._media.append(_Held(name, held, self._rank if on_every_rank else None))
+
+    def _encoded(self, held: _Held, step: int) -> LoggedMedia:
+        number = self._numbers[held.name, step]
+        self._numbers[held.name, step] += 1
+        words = [quote(held.name, safe=""), f"{step:08d}"]
+        words += ([] if held.rank is None else [f"rank_{held.rank}"]) + ([f"{number + 1}"] if number else [])
+        path = f"media/{'-'.join(words)}.{held.media.suffix}"
+        return LoggedMedia(held.name, held.media.kind, step, held.rank, path, held.media.encoded())
+
+    @contextlib.contextmanager
+    def refusing(self, reason: str) -> Iterator[None]:
+        """Refuse to log inside the `with` block, for `reason`."""
+        self._refusal = reason
+        try:
+            yield
+        finally:
+            self._refusal = None
+
+    @contextlib.contextmanager
+    def ignoring(self) -> Iterator[None]:
+        """Keep nothing of what is logged inside the `with` block."""
+        self.num_samples = 0
+        try:
+            yield
+        finally:
+            self.num_samples = None
+
+    @contextlib.contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Set aside what has been logged until the end of the `with` block."""
+        before, self._pending = self._pending, []
+        yield
+        self._pending = before + self._pending
+
+    def _check(self, name: str, reduce: str) -> None:
+        """Raise ConfigError for a name or a reduction that cannot be logged."""
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise ConfigError(f"log({name!r}, ...) needs a name in words: write log('codebook_usage', value)")
+        if reduce not in _REDUCTIONS:
+            raise ConfigError(
+                f"log({name!r}, reduce={reduce!r}) is not a way to reduce{nearest(str(reduce), _REDUCTIONS)}: choose one of"
+                f" {', '.join(_REDUCTIONS)}"
+            )
+        check_names([name])
+        if name in self._taken or name.startswith(_TAKEN):
+            raise ConfigError(f"log({name!r}, ...) has a name that a metric of the trainer uses: give it another name")
+        if (before := self._reductions.get(name)) is not None:
+            raise ConfigError(
+                f"log({name!r}, reduce={reduce!r}) was called with reduce={before!r} before: use one of them, or two names"
+            )
+
+
+def log(name: str, value: Any, reduce: str = "mean", *, on_every_rank: bool = False) -> None:
+    """Log a value to the innermost fit or evaluation of this process.
+
+    A step that was sent to workers may hold a copy of its trainer, so the trainer that is asked does not matter.
+    """
+    if not _receivers:
+        raise ConfigError(
+            f"log({name!r}, ...) only works while fit() or evaluate() runs: call it in training_step or in a hook of a callback"
+        )
+    _receivers[-1].log(name, value, reduce, on_every_rank=on_every_rank)
+
+
+@contextlib.contextmanager
+def receiving(logged: Logged) -> Iterator[None]:
+    """Let `log` reach `logged` inside the `with` block."""
+    _receivers.append(logged)
+    try:
+        yield
+    finally:
+        _receivers.pop()
+
+
+def _number(name: str, value: Any) -> Any:
+    """Return `value` as a float, or as a copy on its device if it is a torch tensor. Raises ConfigError if it is not a number."""
+    if isinstance(value, (int, float)):
+        return float(value)
+    try:
+        is_one = math.prod(getattr(value, "shape", (0,))) == 1
+    except TypeError:  # a dimension that is not known
+        is_one = False
+    if hasattr(value, "full_tensor"):
+        raise ConfigError(f"log({name!r}, ...) got a DTensor: pass value.full_tensor(), on every rank")
+    if not is_one or getattr(getattr(value, "dtype", None), "is_complex", False):
+        what = f"of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)
+        raise ConfigError(f"log({name!r}, ...) got a {type(value).__name__} {what}, not a number: pass value.mean()")
+    if hasattr(value, "detach"):
+        return value.detach().clone().reshape(())  # a copy, because the user's code may change the tensor in place
+    return float(value.item() if hasattr(value, "item") else value)

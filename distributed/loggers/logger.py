@@ -1,0 +1,63 @@
+"""Logger, the base class of a user's own loggers; how what they get is kept and delivered belongs in `delivery`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from distributed.state import LoggedMedia
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggedRun:
+    """Facts about a run that a `Logger` gets when it opens.
+
+    Attributes:
+        id: a random id of the run. It stays the same when the run is resumed, so that a tracker can continue its log.
+        name: the name of the run directory.
+        run_dir: the absolute path of the run directory. Files of the logger itself belong in `RUN/loggers`.
+        hyperparameters: the settings that were given, the other values of a sweep, and the backend, the world size and the
+            global batch size, by name.
+        step: the number of updates done before this attempt, above 0 if the run was resumed.
+    """
+
+    id: str
+    name: str
+    run_dir: Path
+    hyperparameters: Mapping[str, Any]
+    step: int
+
+
+class Logger:
+    """Base class of loggers for `Trainer(loggers=[...])`. Override the methods that you need.
+
+    `check` is called where the Trainer is made. All other methods are called in one thread of the main process, one after
+    the other and in the order of the run, so they may take their time: training never waits for them. What they have not
+    got yet is in a file of the run directory, and the next attempt at the run delivers it. After a kill, the newest calls
+    may be repeated.
+
+    If a method raises an OSError, such as a ConnectionError, the call is repeated later. After any other error the call is
+    left out. Either is shown once as a warning, and training continues.
+    """
+
+    def check(self) -> None:
+        """Called in every process before training. Raise ResourceError if a library is missing, with the command that installs it."""
+
+    def open(self, run: LoggedRun) -> None:
+        """Called before anything is logged, and again in each further attempt or `fit`."""
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called with values of step `step`, reduced over all ranks, under the names of `History` (`loss`, `val_loss`).
+
+        The names `time/step_s` and so on are the seconds of the parts of an update. A name and step that were logged once
+        are not logged again when a run is resumed.
+        """
+
+    def log_media(self, media: LoggedMedia) -> None:
+        """Called with an image, a text, a table, audio or a figure. `media.path` is the absolute path of its file."""
+
+    def close(self, status: str) -> None:
+        """Called at the end with "finished", "interrupted" or "failed". A killed run is not closed, but may be opened again."""

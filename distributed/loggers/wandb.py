@@ -1,0 +1,77 @@
+"""Log a fit to Weights & Biases, through the queue of `delivery`. Its library is loaded when the run opens."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.config.libraries import check_not_hidden, is_installed
+from distributed.errors import ResourceError
+from distributed.loggers.logger import LoggedRun, Logger
+from distributed.runs.directory import script_name
+from distributed.state import LoggedMedia
+
+logger = logging.getLogger(__name__)
+
+
+class WandbLogger(Logger):
+    """One run at Weights & Biases for each run directory.
+
+    W&B's variables apply (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_ENTITY`). The project is that of the script if none is set. Without
+    an API key the run is kept offline, because a question on the terminal would stop training.
+    """
+
+    def check(self) -> None:
+        """Raise ResourceError if the library is missing. Imports nothing of it."""
+        if not is_installed("wandb"):
+            raise ResourceError(
+                "loggers='wandb' needs wandb, which is not installed: run pip install 'distributed-trainer[wandb]'"
+            )
+        check_not_hidden("wandb")
+
+    def open(self, run: LoggedRun) -> None:
+        import wandb
+
+        mode: Any = os.environ.get("WANDB_MODE") or ("online" if wandb.api.api_key else "offline")
+        if mode == "offline" and "WANDB_MODE" not in os.environ:
+            logger.warning(
+                "wandb knows no API key: the run is kept in %s/wandb; run 'wandb login' before the next one, and 'wandb sync' for this one",
+                run.run_dir,
+            )
+        self._run: Any = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or Path(script_name()).stem, id=run.id, name=run.name, dir=str(run.run_dir),
+            config=dict(run.hyperparameters), mode=mode, resume="allow" if mode == "online" else None, reinit="create_new",
+            settings=wandb.Settings(console="off", silent=True),
+        )  # fmt: skip
+        # Rows do not come in the order of steps: media are recorded at the next log line. So the step is a value of its own.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **metrics})
+
+    def log_media(self, media: LoggedMedia) -> None:
+        self._run.log({"step": media.step, media.full_name: _converted(media)})
+
+    def close(self, status: str) -> None:
+        self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def _converted(media: LoggedMedia) -> Any:
+    """Return the object of W&B for an image, a text or the like."""
+    import wandb
+
+    if media.kind == "audio":
+        return wandb.Audio(media.path)
+    if media.kind == "text":
+        return wandb.Html(f"<pre>{html.escape(media.content.decode())}</pre>", inject=False)
+    if media.kind == "table":
+        head, *rows = csv.reader(io.StringIO(media.content.decode()))
+        return wandb.Table(columns=head, data=rows)
+    return wandb.Image(media.path)

@@ -1,0 +1,137 @@
+"""The state of a run, read from the files in its directory, also while the run goes on. For lists of runs, so it reads little."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from distributed.errors import ConfigError
+from distributed.runs.directory import RunDirectory, last_failure_of
+from distributed.runs.nested import holder_of
+from distributed.runs.summary import read_result
+
+_TAIL_BYTES = 64 * 1024  # of metrics.jsonl, more than its last line
+_FILES = ("events.jsonl", "result.json", "config.yaml")
+
+
+@dataclasses.dataclass(frozen=True)
+class RunState:
+    """A run as its files show it.
+
+    `status` is that of result.json ("running", "finished", "failed", "interrupted"), "starting" before there is one, or "killed" if
+    a run that had not ended has no process any more. Times are in seconds since the epoch.
+    """
+
+    path: Path
+    status: str
+    backend: str
+    num_nodes: int
+    world_size: int
+    step: int
+    epoch: int
+    best: Mapping[str, float]  # the best value of each metric
+    final: Mapping[str, float]  # the last row
+    total_time: float | None  # seconds of training, None before the first checkpoint
+    samples_per_second: float | None
+    began: float  # the first event, or the time of the directory
+    changed: float  # the newest change of its files
+    checkpoint: str | None  # relative to the run directory
+    error: str | None
+    restarts: int
+    host: str  # the other machine on which the run goes on, or ""
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether no process works on the run."""
+        return self.status not in ("running", "starting")
+
+
+def list_runs(directory: Path) -> list[RunState]:
+    """Return the runs in `directory`, the newest first, or the run that `directory` itself is.
+
+    Raises ConfigError if there is no such directory.
+    """
+    if not directory.is_dir():
+        raise ConfigError(f"{str(directory)!r} is not a directory: name one that holds runs")
+    if _is_run(directory):
+        return [read_state_of(directory)]
+    runs = [path for path in directory.iterdir() if path.is_dir() and _is_run(path) and not RunDirectory(path).part_of]
+    found = [read_state_of(path) for path in runs]
+    return sorted(found, key=lambda run: -run.began)
+
+
+def read_state_of(path: Path) -> RunState:
+    """Return the state of the run in `path`. Raises ConfigError if `path` is not a run directory, or that of another node."""
+    if not _is_run(path) and not RunDirectory(path).part_of:
+        what = "does not exist" if not path.exists() else "is not a run directory"
+        raise ConfigError(f"{str(path)!r} {what}: name a run, 'distributed runs' lists those in ./runs")
+    run = RunDirectory(path)
+    if part := run.part_of:
+        raise ConfigError(f"{str(path)!r} has the logs of {part}: ask there")
+    result, events, last = read_result(path / "result.json") or {}, run.read_events(), _last_line(run.metrics)
+    times = (event.get("time") for event in events)
+    began = next((time for time in times if isinstance(time, int | float)), path.stat().st_mtime)
+    starts = [index for index, event in enumerate(events) if event["event"] == "started"]
+    # The failure of an earlier attempt is not that of the run.
+    failed, holder = last_failure_of(events[starts[-1] if starts else 0 :]) or {}, holder_of(path)
+    return RunState(
+        path=path, status=_status(result, holder), backend=str(result.get("backend") or ""), num_nodes=int(result.get("num_nodes") or 1),
+        world_size=int(result.get("world_size") or 0), step=max(int(result.get("steps") or 0), int(last.get("step") or 0)),
+        epoch=max(int(result.get("epochs") or 0), int(last.get("epoch") or 0)),
+        best=_known(result.get("best_metrics")), final=_known(result.get("final_metrics")), total_time=result.get("total_time"),
+        samples_per_second=result.get("samples_per_second"),
+        began=began, changed=max([began, *_times(path)]), checkpoint=result.get("checkpoint"), error=result.get("error") or failed.get("cause"),
+        restarts=sum(event["event"] == "restarted" for event in events), host=_other_host(holder),
+    )  # fmt: skip
+
+
+def _is_run(path: Path) -> bool:
+    """Return whether the directory is that of a run. A config.yaml alone may be one that a user wrote."""
+    events, result, config = (path / name for name in _FILES)
+    return events.exists() or result.exists() or (config.exists() and RunDirectory(path).was_locked)
+
+
+def _known(values: Mapping[str, float | None] | None) -> dict[str, float]:
+    return {name: value for name, value in (values or {}).items() if value is not None}
+
+
+def _status(result: Mapping[str, Any], holder: str) -> str:
+    status = str(result.get("status") or "starting")
+    if status not in ("running", "starting"):
+        return status
+    return status if holder else "killed"
+
+
+def _other_host(holder: str) -> str:
+    _, _, host = holder.partition(" on ")
+    return "" if host in ("", socket.gethostname()) else host
+
+
+def _last_line(path: Path) -> dict[str, Any]:
+    """Return the newest complete JSON object of the file, or {}."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+    return {}
+
+
+def _times(path: Path) -> list[float]:
+    times = []
+    for name in (*_FILES, "metrics.jsonl"):
+        with contextlib.suppress(OSError):
+            times.append((path / name).stat().st_mtime)
+    return times

@@ -1,0 +1,105 @@
+"""The help of every command has one style, fits into 80 columns and has examples that the command understands."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import re
+import shlex
+from typing import Any
+
+import pytest
+import typer.main
+
+from distributed.cli.__main__ import VERBS, run
+from distributed.cli.examples import EXAMPLES
+from distributed.cli.submit import SCHEDULERS
+from distributed.cli.train import make_parser, read_flags, train_parser
+from distributed.cli.tune import _parser as tune_parser
+from distributed.cli.typer_help import Command
+
+OWN = ("train", "tune", "submit")  # these parse their flags with argparse
+
+
+def command_of(verb: str) -> Any:
+    """The click command of a verb that uses typer."""
+    module, name, _ = VERBS[verb]
+    found = getattr(importlib.import_module(module), name)
+    if not isinstance(found, typer.Typer):
+        app = typer.Typer(add_completion=False)
+        app.command(cls=Command)(found)
+        return typer.main.get_command(app)
+    return typer.main.get_command(found)
+
+
+def commands() -> list[str]:
+    """The words of every command, found from the program itself."""
+    below = {verb: [*getattr(command_of(verb), "commands", {})] for verb in VERBS if verb not in OWN}
+    below["submit"] = [*SCHEDULERS]
+    return ["", *VERBS, *(f"{verb} {word}" for verb, words in below.items() for word in words)]
+
+
+def help_of(words: str) -> str:
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        assert run([*words.split(), "--help"]) == 0
+    return shown.getvalue()
+
+
+def test_every_command_has_examples_and_no_others_have():
+    assert sorted(EXAMPLES) == sorted(commands())
+
+
+@pytest.mark.parametrize("words", commands())
+def test_the_help_has_one_style(words):
+    text = help_of(words)
+    lines = text.splitlines()
+
+    assert max(map(len, lines)) <= 80, max(lines, key=len)
+    assert lines[0].startswith(f"usage: distributed {words}".rstrip() + " ")
+    titles = re.findall(r"^(\S.*):$", text, re.M)
+    assert len(titles) == len(set(titles)) >= 2 and titles[-1] == "Examples", titles
+    assert not re.search(r"[│╭╰]|Usage|Options|<\w+>", text)
+    assert all(line == line.rstrip() for line in lines) and "\n\n\n" not in text
+    flags = [line for line in lines if re.match(r"  --\w", line) and len(line.split("  ")) > 2]
+    assert all(re.match(r"  --\S+.{0,31}?  +\S", line) for line in flags)
+    assert words in ("", "submit", "checkpoint") or "  --help" in text
+
+
+LINES = [pytest.param(words, line, id=line[:60]) for words, lines in EXAMPLES.items() for line in lines]
+
+
+@pytest.mark.parametrize(("words", "line"), LINES)
+def test_an_example_parses(words, line):
+    program, *arguments = shlex.split(line.replace("\\\n", " "))
+    assert program == "distributed" and arguments[: len(words.split())] == words.split()
+    parse(arguments[0], arguments[1:])
+
+
+def parse(verb: str, arguments: list[str]) -> None:
+    """Parse a command line as its command does. Raises for an unknown flag or a missing argument."""
+    if verb == "submit" and arguments[0] in ("status", "logs", "stop"):
+        assert len(arguments) == 2
+    elif verb in OWN:
+        if verb == "submit":
+            scheduler = SCHEDULERS[arguments.pop(0)]
+            parser = make_parser("distributed submit")
+            scheduler.add_flags(parser.add_argument_group("own"))
+        else:
+            parser = train_parser() if verb == "train" else tune_parser()
+        flags, _ = read_flags(parser, arguments)
+        assert flags["script"] or flags["config"]
+    else:
+        command = command_of(verb)
+        with command.make_context(verb, list(arguments)) as context:
+            if below := getattr(command, "commands", None):
+                name, *rest = [*context._protected_args, *context.args]
+                below[name].make_context(name, rest).close()
+
+
+@pytest.mark.parametrize("line", ["runs --wher x", "checkpoint list", "train --scrip x", "submit slurm --tim 3"])
+def test_the_parsing_of_these_tests_can_fail(line):
+    verb, *arguments = line.split()
+    with pytest.raises(Exception, match=r"(?i)no such option|missing|is not a flag"):
+        parse(verb, arguments)

@@ -1,0 +1,352 @@
+"""Runs on Ray clusters: GPUs of the cluster instead of those of the client, several nodes, a node that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Started, clean_environment, needs_backend, poll
+from tests.machines import Machines
+
+pytestmark = pytest.mark.timeout(400)
+RAY = str(Path(sys.executable).with_name("ray"))
+OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+# The head notices within three seconds that a node does not answer.
+HEALTH = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "3",
+}
+SCRIPT = """
+import os, socket, time
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+from distributed.callbacks import Callback
+
+class Wait(Callback):
+    def on_step_end(self, state, result):
+        time.sleep(float(os.environ.get("WAIT_S", "0")))
+
+def train(**settings):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(160, 4, dtype=torch.float64), torch.randn(160, 1, dtype=torch.float64))
+    trainer = Trainer(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01), loss_fn=torch.nn.functional.mse_loss, dtype="float64",
+        epochs=4, global_batch_size=8, checkpoint_every_n_steps=5, device="cpu", callbacks=[Wait()], **settings,
+    )
+    trainer.fit(data)
+    if trainer.is_main_process:
+        print("weights", b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()).hex())
+"""
+# A script that the command starts. Each rank writes where it runs.
+COMMAND = (
+    SCRIPT
+    + """
+with open(f"place-{os.environ.get('RANK', '')}", "w") as file:
+    print(socket.gethostname(), os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("GROUP_WORLD_SIZE"), file=file)
+train()
+"""
+)
+# A script that starts its workers itself.
+CODE = (
+    SCRIPT
+    + """
+if __name__ == "__main__":
+    train(backend="ray", address="10.99.0.1:6399", nproc_per_node=2)
+"""
+)
+SHOW = """
+import os
+print("saw", *(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")))
+"""
+REFUSED = """
+import sys, torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+from distributed.errors import ResourceError
+
+data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
+trainer = Trainer(torch.nn.Linear(4, 1), backend="ray", address=sys.argv[1], nproc_per_node=2)
+print(trainer.plan.world_size, trainer.plan.device)
+try:
+    trainer.fit(data)
+except ResourceError as error:
+    print(error)
+try:
+    Trainer(torch.nn.Linear(4, 1), backend="ray", address=sys.argv[1], nproc_per_node=32)
+except ResourceError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _ray() -> None:
+    needs_backend("ray")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def is_listening(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Start a cluster of one node that claims eight GPUs. Yield its address and that of its client server."""
+    directory = tmp_path_factory.mktemp("cluster")
+    ports = [free_port(), free_port()]
+    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
+        head = Started([
+            RAY, "start", "--head", "--block", "--num-cpus=4", "--num-gpus=8", "--include-dashboard=false", "--node-ip-address=127.0.0.1",
+            f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}", "--object-store-memory=100000000", f"--temp-dir={temporary}",
+        ], directory, None, clean_environment(**OPEN, GRPC_ENABLE_FORK_SUPPORT="0"))  # fmt: skip
+        try:
+            head.wait_for("Ray runtime started", 60)
+            poll(lambda: is_listening(ports[1]), 60, lambda: "no client server")  # it comes later
+            yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}"
+        finally:
+            head.kill()
+
+
+def test_a_client_without_a_gpu_plans_on_those_of_the_cluster(
+    run_cli: Callable[..., Any], tmp_path: Path, cluster: tuple[str, str]
+) -> None:
+    (tmp_path / "show.py").write_text(SHOW)
+    train = ["train", "--script", "show.py", "--backend", "ray", "--dry-run"]
+    for address, flags, code, said in (
+        (cluster[1], ["--num-nodes", "1", "--gpus-per-node", "4"], 0, "4 processes, device cuda"),
+        (cluster[0], ["--num-nodes", "4", "--gpus-per-node", "8"], 3, "4 nodes with 8 GPUs"),
+        (cluster[0], ["--num-nodes", "4", "--gpus-per-node", "8", "--wait", "60"], 0, "8 processes on each of 4 nodes, device cuda"),
+        (cluster[0], ["--nproc-per-node", "9", "--set", "ray.cpus_per_worker=0.1"], 3, "needs as many GPUs, but the Ray cluster"),
+    ):  # fmt: skip
+        done = run_cli([*train, "--address", address, *flags], cwd=tmp_path, env=OPEN, timeout=90)
+        assert done.returncode == code, done.output
+        if code:
+            host = socket.gethostname()
+            assert done.stderr.startswith("error: ") and f"({host}: 8 GPUs, 4 CPUs)" in done.stderr, done.output
+            assert len(done.stderr.splitlines()) == 1
+        else:
+            assert said in done.stdout
+
+
+def test_the_cluster_gives_each_process_a_gpu_and_a_gpu_that_is_not_there_is_an_error(
+    run_cli: Callable[..., Any], run_python: Callable[..., Any], tmp_path: Path, cluster: tuple[str, str]
+) -> None:
+    """The GPUs of this cluster exist in its bookkeeping only. A script without a Trainer does not use them."""
+    (tmp_path / "show.py").write_text(SHOW)
+    train = ["train", "--script", "show.py", "--backend", "ray", "--num-gpus", "2", "--address", cluster[0]]
+    done = run_cli([*train, "--run-dir", "run"], cwd=tmp_path, env=OPEN, timeout=120)
+    assert done.returncode == 0, done.output
+    seen = "".join(path.read_text() for path in sorted((tmp_path / "run" / "logs").glob("rank-*.log")))
+    (first, second) = re.findall(r"saw (\d) (\d) 2 (\d),(\d)", seen + done.stdout)[:2]
+    assert {first[:2], second[:2]} == {("0", "0"), ("1", "1")} and first[2] != first[3]
+
+    (tmp_path / "refused.py").write_text(REFUSED)
+    done = run_python(["refused.py", cluster[0]], cwd=tmp_path, env=OPEN, timeout=120)
+    shown = done.stdout.splitlines()
+    assert shown[0] == "2 cuda" and re.match(
+        r"rank \d on \S+ was started for a GPU, but no GPU can be seen there", shown[-2]
+    ), done.output
+    assert "nproc_per_node=32 needs as many GPUs, but the Ray cluster at" in shown[-1] and "has 8 (" in shown[-1]
+
+
+class RayMachines:
+    """A Ray cluster over machines, whose head is the first one. Each has `cpus` CPUs."""
+
+    def __init__(self, machines: Machines, start: Callable[..., Started], cpus: int, scratch: str, begun: int) -> None:
+        self.machines, self._start, self._cpus, self._scratch = machines, start, cpus, scratch
+        self.nodes: dict[int, Started] = {}
+        for number in range(begun):
+            self.add(number)
+
+    def add(self, number: int) -> None:
+        """Start the node on machine `number`, and wait until it has joined."""
+        address = self.machines.addresses[number]
+        role = ["--head", "--port=6399", "--include-dashboard=false"] if number == 0 else ["--address=10.99.0.1:6399"]
+        if number == 0:
+            role.append(f"--temp-dir={self._scratch}")
+        self.nodes[number] = self._start([
+            *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", f"--num-cpus={self._cpus}",
+            "--object-store-memory=100000000", *role,
+        ], env={**OPEN, **HEALTH, "WAIT_S": "0.1"})  # fmt: skip
+        self.nodes[number].wait_for("Ray runtime started", 90)
+
+    def kill(self, number: int) -> None:
+        """Kill all processes of a node at once, those of the workers too."""
+        node = self.nodes.pop(number)
+        for pid in node.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        node.process.wait()
+
+    def run(self, *words: str) -> Started:
+        """Start a command on the head's machine."""
+        return self._start([*self.machines.on(0), sys.executable, *words], env=OPEN)
+
+
+@pytest.fixture
+def ray_machines(
+    make_machines: Callable[..., Machines], start: Callable[..., Started]
+) -> Iterator[Callable[..., RayMachines]]:
+    made: list[RayMachines] = []
+    with tempfile.TemporaryDirectory(prefix="ray-") as scratch:
+
+        def make(count: int, begun: int | None = None) -> RayMachines:
+            made.append(RayMachines(make_machines(count), start, 1, scratch, count if begun is None else begun))
+            return made[-1]
+
+        yield make
+        for cluster in made:
+            for number in sorted(cluster.nodes, reverse=True):
+                cluster.kill(number)
+
+
+def wait_for_step(home: Path, step: int, command: Started) -> None:
+    def events() -> str:
+        return "".join(file.read_text() for file in home.glob("runs/*/events.jsonl"))
+
+    poll(
+        lambda: any(int(each) >= step for each in re.findall(r'checkpoint_saved", "step": (\d+)', events())), 120,
+        lambda: command.output, lambda: command.process.poll() is not None,
+    )  # fmt: skip
+
+
+def weights_of(output: str) -> str:
+    return output.split("weights ")[1].split()[0]
+
+
+@pytest.mark.cluster
+def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_its_name(
+    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Both nodes have a host name that resolves to loopback. The run goes on bit for bit when a new node has joined."""
+    cluster = ray_machines(2, begun=1)
+    home = cluster.machines.homes[0]
+    (home / "train.py").write_text(COMMAND)
+    expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
+    assert expected.returncode == 0, expected.output
+    (first,) = home.glob("runs/*")
+    first.rename(tmp_path / "expected")
+
+    words = [
+        "-m",
+        "distributed.cli",
+        "train",
+        "--script",
+        "train.py",
+        "--backend",
+        "ray",
+        "--address",
+        "10.99.0.1:6399",
+    ]
+    command = cluster.run(*words, "--num-nodes", "2", "--nproc-per-node", "1", "--wait", "200")
+    command.wait_for("waiting for resources: num_nodes=2 needs as many nodes with 1 CPU, but the Ray cluster at", 60)
+    cluster.add(1)
+    wait_for_step(home, 20, command)
+    assert {(home / f"place-{rank}").read_text() for rank in (0, 1)} == {"node0 1 2\n", "node1 1 2\n"}
+    cluster.kill(1)
+    command.wait_for(
+        "node1 left the Ray cluster, and num_nodes=2 needs as many nodes with 1 CPU, but the Ray cluster at", 60
+    )
+    cluster.add(1)
+    done = command.finish(150, grace=20)
+    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+    assert re.search(r"rank \d on node1 was killed by signal 9 \(SIGKILL\): restarting \(1 of 3\)", done.stderr)
+    (run,) = home.glob("runs/*")
+    events = (run / "events.jsonl").read_text()
+    assert events.count('"restarted"') == 1 and events.count('"node_lost"') == 1
+    run.rename(tmp_path / "first")
+
+    command = cluster.run(*words, "--num-nodes", "2", "--nproc-per-node", "1", "--set", "node_timeout=5")
+    wait_for_step(home, 20, command)
+    cluster.kill(1)
+    began = time.monotonic()
+    done = command.finish(90, grace=20)
+    assert done.returncode == 3 and time.monotonic() - began < 45, done.output
+    last = "error: node1 left the Ray cluster, and no replacement came within node_timeout=5 s"
+    assert done.stderr.splitlines()[-1] == last, done.output
+
+
+@pytest.mark.cluster
+def test_fit_goes_on_on_the_nodes_that_are_left(
+    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
+) -> None:
+    cluster = ray_machines(3)
+    home = cluster.machines.homes[0]
+    (home / "train.py").write_text(COMMAND)
+    (home / "fit.py").write_text(CODE)
+    expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
+    assert expected.returncode == 0, expected.output
+    (first,) = home.glob("runs/*")
+    first.rename(home / "expected")
+
+    command = cluster.run("fit.py")
+    wait_for_step(home, 20, command)
+    lost = next(number for number in (1, 2) if trains(cluster, number))
+    cluster.kill(lost)
+    done = command.finish(150, grace=20)
+    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+    assert f"node{lost} left the Ray cluster: the workers start again on the other nodes" in done.output
+
+
+@pytest.mark.cluster
+def test_the_number_of_workers_follows_the_nodes(
+    ray_machines: Callable[[int], RayMachines], run_cli: Callable[..., Any]
+) -> None:
+    """Four nodes, three and then one after kills, then four: without dropout the weights are those of four workers."""
+    cluster = ray_machines(4)
+    home = cluster.machines.homes[0]
+    (home / "train.py").write_text(COMMAND.replace("Dropout(0.5)", "Dropout(0.0)").replace("epochs=4", "epochs=40"))
+    expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "4"], cwd=home)
+    assert expected.returncode == 0, expected.output
+    (first,) = home.glob("runs/*")
+    first.rename(home / "expected")
+
+    flags = ["--nproc-per-node", "1:4", "--max-restarts", "0", "--set", "elastic_interval_s=5"]
+    train = ["train", "--script", "train.py", "--backend", "ray", "--address", "10.99.0.1:6399"]
+    command = cluster.run("-m", "distributed.cli", *train, *flags)
+    wait_for_step(home, 20, command)
+    cluster.kill(3)
+    command.wait_for("going on with 3 processes", 60)
+    wait_for_step(home, 60, command)
+    cluster.kill(1)
+    cluster.kill(2)
+    command.wait_for("going on with 1 process", 90)
+    for lost in (1, 2, 3):
+        cluster.add(lost)
+    command.wait_for("going on with 4 processes", 120)
+    done = command.finish(150, grace=20)
+    assert done.returncode == 0, done.output
+    weights = [
+        struct.unpack(f"<{len(text) // 16}d", bytes.fromhex(text))
+        for text in map(weights_of, (done.stdout, expected.stdout))
+    ]
+    assert max(abs(one - other) for one, other in zip(*weights, strict=True)) <= 1e-9, done.output
+    (run,) = home.glob("runs/*")
+    assert '"regrouped"' in (run / "events.jsonl").read_text()  # the workers saved before they were replaced
+
+
+def trains(cluster: RayMachines, number: int) -> bool:
+    """Return whether a process of the run trains on machine `number`."""
+    commands = [Path(f"/proc/{pid}/cmdline") for pid in cluster.nodes[number].alive()]
+    return any("_ray/process.py" in each.read_text() for each in commands if each.exists())

@@ -1,0 +1,141 @@
+"""`distributed runs` lists runs in every state, and `distributed status` follows one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.runs.directory import RunDirectory
+from distributed.runs.listing import read_state_of
+from tests.conftest import Finished, Started, poll
+
+SCRIPT = """
+import os, time
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Callback, Trainer
+
+class Wait(Callback):
+    def on_step_end(self, state, result):
+        while not os.path.exists("go"):
+            time.sleep(0.05)
+
+data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+Trainer(torch.nn.Linear(4, 1), callbacks=[Wait()], batch_size=4, epochs=2, log_every_n_steps=2, checkpoint_at_start=True).fit(data, data)
+"""
+
+
+def run_files(path: Path, **result: Any) -> None:
+    path.mkdir(parents=True)
+    (path / "result.json").write_text(
+        json.dumps({"backend": "fsdp", "world_size": 16, "num_nodes": 2, "steps": 120, "epochs": 3} | result)
+    )
+    RunDirectory(path).event("started", step=0)
+
+
+def test_status_follows_a_run_to_its_end_and_runs_lists_it(
+    start: Callable[..., Started], run_cli: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    cli = [sys.executable, "-m", "distributed.cli"]
+    training = start(
+        [*cli, "train", "--script", "script.py", "--device", "cpu", "--run-dir", "runs/first"], cwd=tmp_path
+    )
+    poll(lambda: (tmp_path / "runs/first/result.json").exists(), 60, lambda: training.output)
+
+    listed = run_cli(["runs"], cwd=tmp_path)
+    assert re.search(r"^first +running +single +1x1 +0 ", listed.stdout, re.M), listed.output
+    following = start([*cli, "status", "runs/first"], cwd=tmp_path)
+    following.wait_for("status      running")
+    (tmp_path / "go").touch()
+
+    assert training.finish().returncode == 0
+    text = following.finish().stdout
+    assert re.search(r"^step 2  epoch 1 .*loss [\d.]+", text, re.M), text
+    assert re.search(r"^epoch 2  val_loss [\d.]+", text, re.M), text
+    assert re.search(r"^\d\d:\d\d:\d\d  checkpoint saved at step 8  step-00000008$", text, re.M), text
+    assert text.endswith("finished at step 8\n")
+    assert re.search(
+        r"^first +finished +single +1x1 +8 +val_loss [\d.]+ ", run_cli(["runs"], cwd=tmp_path).stdout, re.M
+    )
+
+
+def test_a_run_whose_processes_are_gone_is_called_killed(
+    start: Callable[..., Started], run_cli: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    training = start(
+        [
+            sys.executable,
+            "-m",
+            "distributed.cli",
+            "train",
+            "--script",
+            "script.py",
+            "--device",
+            "cpu",
+            "--run-dir",
+            "run",
+        ],
+        cwd=tmp_path,
+    )
+    poll(lambda: (tmp_path / "run/result.json").exists(), 60, lambda: training.output)
+    assert "status      running" in run_cli(["status", "run", "--once"], cwd=tmp_path).stdout
+
+    for pid in training.alive():
+        os.kill(pid, signal.SIGKILL)
+    poll(lambda: not training.alive(), 20, lambda: "still alive")
+
+    assert "status      killed" in run_cli(["status", "run"], cwd=tmp_path).stdout
+    assert json.loads(run_cli(["runs", ".", "--json"], cwd=tmp_path).stdout)[0]["status"] == "killed"
+
+
+def test_the_table_fits_into_eighty_columns_and_names_what_failed(
+    run_cli: Callable[..., Finished], tmp_path: Path
+) -> None:
+    name = "train_large_model-20261123-050711-fdbe"
+    run_files(
+        tmp_path / "runs" / name,
+        status="failed",
+        best_metrics={"val_loss": 0.125, "loss": 0.5},
+        error="ValueError: bad\nvalue",
+    )
+    run_files(tmp_path / "runs" / "short", status="interrupted", best_metrics={"loss": None})
+
+    table = run_cli(["runs"], cwd=tmp_path, env={"COLUMNS": "80"}).stdout.splitlines()
+
+    assert max(map(len, table)) <= 80 and len(table) == 3, table
+    assert re.search(rf"^{name} failed +fsdp +2x8 +120 +0.125 +\d+ s$", table[-1]) or re.search(
+        rf"^{name} failed", table[-2]
+    )
+    assert "  error       ValueError: bad" in run_cli(["status", f"runs/{name}"], cwd=tmp_path).stdout
+
+
+def test_a_failure_before_the_last_start_is_not_that_of_the_run(tmp_path: Path) -> None:
+    run_files(tmp_path / "run", status="running")
+    run = RunDirectory(tmp_path / "run")
+    run.event("worker_failed", cause="rank 0 was killed by SIGKILL")
+    assert read_state_of(run.path).error == "rank 0 was killed by SIGKILL"
+    run.event("started", step=5)
+    assert read_state_of(run.path).error is None
+
+
+@pytest.mark.parametrize("words", [["runs", "missing"], ["status", "missing"], ["status", "."]])
+def test_a_wrong_directory_is_an_error_of_one_line(
+    run_cli: Callable[..., Finished], tmp_path: Path, words: list[str]
+) -> None:
+    done = run_cli(words, cwd=tmp_path)
+
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "error: " in done.stderr
+
+
+def test_without_a_run_there_is_a_line_that_says_so(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
+    assert run_cli(["runs"], cwd=tmp_path).stdout == "no runs in runs\n"

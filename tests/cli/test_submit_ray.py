@@ -1,0 +1,206 @@
+"""`distributed submit ray`: what it hands to Ray's Jobs API, what it refuses, and a job on a real Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import re
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.cli.__main__ import run
+from distributed.errors import ConfigError, DistributedError, ResourceError
+from distributed.launcher.submit import ray_jobs
+from tests.cli.test_ray_cluster import COMMAND, OPEN, RAY, free_port, weights_of
+from tests.conftest import Started, clean_environment, needs_backend, needs_library, poll
+
+pytestmark = pytest.mark.timeout(400)
+SUBMIT = ("submit", "ray", "--script", "train.py")
+
+
+@pytest.fixture(autouse=True)
+def _ray() -> None:
+    needs_backend("ray")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv(ray_jobs.ADDRESS_VARIABLE, raising=False)
+    (tmp_path / "train.py").write_text("from distributed import Trainer")
+    return tmp_path
+
+
+def test_a_job_plans_on_the_cluster_and_uploads_the_working_directory(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DISTRIBUTED_TOKEN", "a secret of thirty-two characters")
+    flags = [
+        "--num-nodes",
+        "4",
+        "--gpus-per-node",
+        "8",
+        "--storage",
+        "/shared",
+        "--exclude",
+        "data",
+        "--run-dir",
+        "my run",
+        "--dry-run",
+    ]
+    assert run([*SUBMIT, *flags, "--address", "http://head:8265", "--", "--own", "a b"]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "entrypoint: mkdir -p '/shared/my run' && exec python -m distributed.cli train --script train.py --num-nodes 4 --gpus-per-node 8"
+        " --backend ray --address auto --run-dir '/shared/my run' --resume -- --own 'a b'\n"
+    ) in shown
+    env = json.loads(shown.partition("runtime_env: ")[2])
+    assert env["working_dir"] == str(here) and "data" in env["excludes"] and "runs" in env["excludes"]
+    assert env["env_vars"] == {"RAY_JOB_STOP_WAIT_TIME_S": "330"}  # not the three seconds of Ray
+    assert "secret" not in shown and not (here / "my run").exists()
+    monkeypatch.setenv(ray_jobs.ADDRESS_VARIABLE, "http://there:8265")
+    assert run([*SUBMIT, "--nproc-per-node", "2", "--run-dir", "run", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert "address: http://there:8265\n" in shown and f"--run-dir {here}/run --resume" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "said"),
+    [
+        ([], ConfigError, "needs the address of the cluster's dashboard: add --address http://HOST:8265"),
+        (["--address", "ray://head:10001"], ConfigError, "give that of the dashboard, such as http://head:8265"),
+        (["--address", "head"], ConfigError, "give that of the dashboard, such as http://head:8265"),
+        (["--address", "http://u:pass@head:1"], ConfigError, "give a token in RAY_AUTH_TOKEN"),
+        (["--address", "http://head:1", "--storage", "runs"], ConfigError, "--storage runs is not an absolute path"),
+        (["--address", "http://head:1", "--backend", "fsdp"], ConfigError, "--backend fsdp cannot be submitted to Ray"),
+        (["--address", "http://head:1", "--batch-size", "0"], ConfigError, "batch_size=0 must be at least 1"),
+        (["--address", "http://head:1", "--script", "ABSOLUTE"], ConfigError, "is not a path below the working directory"),
+        (["--address", "http://head:1", "--script", "../train.py"], ConfigError, "--script ../train.py is not a path below the"),
+        (["--address", "http://no-host.invalid:1"], ResourceError, "no Ray Jobs API answers at http://no-host.invalid:1 ("),
+        (["--address", "http://127.0.0.1:CLOSED"], ResourceError, "(Connection refused): start the head with 'ray start"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_submitted_is_refused_in_one_line(
+    here: Path, words: list[str], kind: type[DistributedError], said: str
+) -> None:
+    (here.parent / "train.py").touch()
+    words = [word.replace("CLOSED", str(free_port())).replace("ABSOLUTE", str(here / "train.py")) for word in words]
+    with pytest.raises(kind) as caught:
+        run([*SUBMIT, "--run-dir", "run", *words])
+    assert said in str(caught.value) and "\n" not in str(caught.value) and "pass" not in str(caught.value)
+    assert not (here / "run" / "job").exists()  # so that the same command can be given again
+
+
+def test_without_ray_the_command_that_installs_it_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_jobs, "is_installed", lambda name: False)
+    with pytest.raises(ResourceError, match=r"Ray is not installed here: run pip install 'distributed-trainer\[ray\]'"):
+        run([*SUBMIT, "--address", "http://head:1"])
+
+
+@contextlib.contextmanager
+def answering(status: int, text: str) -> Iterator[str]:
+    """Yield the address of a server that gives this answer to everything."""
+
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "said"),
+    [
+        (401, "Unauthorized: Missing authentication token", "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the cluster"),
+        (403, "Forbidden: Invalid authentication token", "set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as on the cluster"),
+        (404, "what?", "refused: Version check returned 404."),
+        (500, "the disk of the head is full", "500 Server Error"),
+        (200, "not JSON", "refused: "),
+    ],
+)  # fmt: skip
+def test_the_words_of_the_server_are_said(here: Path, status: int, text: str, said: str) -> None:
+    with answering(status, text) as address, pytest.raises(ResourceError) as caught:
+        run([*SUBMIT, "--run-dir", "run", "--address", address])
+    message = str(caught.value)
+    assert message.startswith(f"the Ray Jobs API at {address} refused: ") and said in message and "\n" not in message
+    assert not (here / "run" / "job").exists()
+
+
+def test_a_run_that_was_not_submitted_is_named(here: Path) -> None:
+    with pytest.raises(ConfigError, match="'nowhere' is not a submitted run"):
+        run(["submit", "logs", "nowhere"])
+
+
+@pytest.fixture(scope="module")
+def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Start a cluster of two CPUs with a dashboard, and yield the address of its Jobs API."""
+    needs_library("aiohttp_cors", "ray")  # of ray[default]
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
+        head = Started([
+            RAY, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=true", f"--dashboard-port={port}",
+            f"--dashboard-agent-listen-port={free_port()}", "--node-ip-address=127.0.0.1", f"--port={free_port()}",
+            "--object-store-memory=100000000", f"--temp-dir={temporary}",
+        ], tmp_path_factory.mktemp("dashboard"), None, clean_environment(**OPEN, WAIT_S="0.1"))  # fmt: skip
+        try:
+            head.wait_for("Ray runtime started", 90)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            head.kill()
+
+
+@pytest.mark.cluster
+def test_a_job_trains_saves_when_it_is_stopped_and_goes_on(run_cli: Any, tmp_path: Path, dashboard: str) -> None:
+    """The Jobs API ends a job after three seconds by itself, and with SIGTERM for all of its processes at once."""
+    slow = tmp_path / "slow"  # while this file exists, a step takes half a second
+    wait = f"0.5 if os.path.exists({str(slow)!r}) else 0"
+    (tmp_path / "train.py").write_text(COMMAND.replace('float(os.environ.get("WAIT_S", "0"))', wait))
+    flags = ["--script", "train.py", "--nproc-per-node", "2", "--device", "cpu"]
+    expected = run_cli(["train", *flags, "--run-dir", "expected"], cwd=tmp_path)
+    storage = tmp_path / "storage"
+
+    def ask(*words: str) -> str:
+        done = run_cli(["submit", *words], cwd=tmp_path, env=OPEN, timeout=90)
+        assert done.returncode == 0 and done.stderr == "", done.output
+        return str(done.stdout)
+
+    slow.touch()
+    python = ["--python", sys.executable, "--exclude", "expected", "--exclude", "storage"]
+    submit = ["ray", *flags, "--address", dashboard, "--run-dir", "run", "--storage", str(storage), *python]
+    assert re.match(r"job raysubmit_\w+ was submitted to http", ask(*submit))
+    events = storage / "run" / "events.jsonl"
+    poll(
+        lambda: events.exists() and events.read_text().count("checkpoint_saved") > 1,
+        120,
+        lambda: ask("logs", "run"),
+    )
+    assert "RUNNING" in ask("status", "run")
+    assert "was told to save and end; to continue the run" in ask("stop", "run")
+    poll(lambda: "STOPPED" in ask("status", "run"), 60, lambda: ask("logs", "run"))
+    assert "SIGTERM: stopping after this step" in ask("logs", "run")
+    saved = [json.loads(line)["step"] for line in events.read_text().splitlines() if "checkpoint_saved" in line]
+    assert saved[-1] < 80 and '"preempted"' in events.read_text()
+
+    slow.unlink()
+    ask(*submit, "--resume")
+    poll(lambda: "SUCCEEDED" in ask("status", "run"), 120, lambda: ask("logs", "run"))
+    log = ask("logs", "run")
+    assert f"resumed from step-{saved[-1]:08d}" in log and weights_of(log) == weights_of(expected.stdout)

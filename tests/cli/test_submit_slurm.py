@@ -1,0 +1,337 @@
+"""`distributed submit slurm`: the file that it writes, and runs on a real SLURM of two nodes."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.cli.__main__ import run
+from distributed.errors import ConfigError, DistributedError, ResourceError
+from distributed.launcher.submit import slurm as own_slurm
+from tests.conftest import Finished, Started, poll
+from tests.machines import Machines
+from tests.slurm import Slurm, needs_slurm
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(400)
+SCRIPT = """
+import os, time
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+from distributed.callbacks import Callback
+
+class Wait(Callback):
+    def on_step_end(self, state, result):
+        time.sleep(0.5 if os.path.exists("slow") else 0.01)
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(320, 4, dtype=torch.float64), torch.randn(320, 1, dtype=torch.float64))
+trainer = Trainer(
+    torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)),
+    optimizer=lambda parameters: torch.optim.Adam(parameters), loss_fn=torch.nn.functional.mse_loss, dtype="float64",
+    epochs=4, global_batch_size=8, callbacks=[Wait()],
+)
+trainer.fit(data)
+if trainer.is_main_process:
+    print("weights", b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()).hex())
+"""
+FLAGS = (
+    "--script",
+    "train.py",
+    "--num-nodes",
+    "2",
+    "--nproc-per-node",
+    "2",
+    "--device",
+    "cpu",
+    "--run-dir",
+    "shared run",
+)
+
+
+class Cluster:
+    """A SLURM of two machines, and commands in the home of machine 0."""
+
+    def __init__(self, machines: Machines, slurm: Slurm, start: Callable[..., Started]) -> None:
+        self.slurm, self._machines, self._start = slurm, machines, start
+        self.home = machines.homes[0]
+        (self.home / "train.py").write_text(SCRIPT)
+        self.run_dir = self.home / "shared run"
+
+    def submit(self, *words: str) -> Finished:
+        """Run `distributed submit`."""
+        argv = [*self._machines.on(0), sys.executable, "-m", "distributed.cli", "submit", *words]
+        return self._start(argv, env={**self.slurm.env, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}).finish(
+            60
+        )
+
+    def job(self, *words: str) -> str:
+        """Submit the script to two nodes and return the number of the job."""
+        done = self.submit("slurm", *FLAGS, *words)
+        assert done.returncode == 0, done.output
+        return re.match(r"job (\d+) was submitted\n", done.stdout)[1]
+
+    def output(self, number: str) -> str:
+        """Return what the job has printed."""
+        return "".join(file.read_text() for file in own_slurm.output_files(number, self.run_dir / "job"))
+
+    def weights(self, number: str, seconds: float = 120) -> str:
+        """Wait for the end of the job and return the weights that it printed."""
+        self.slurm.wait_for(number, "COMPLETED", seconds=seconds)
+        return self.output(number).split("weights ")[1].split()[0]
+
+
+@pytest.fixture
+def cluster(make_machines: Callable[..., Machines], tmp_path: Path, start: Callable[..., Started]) -> Iterator[Cluster]:
+    needs_slurm()
+    tmp_path.chmod(0o755)
+    machines = make_machines(2, are_names_loopback=False)
+    slurm = Slurm(machines, tmp_path / "slurm")
+    try:
+        slurm.start()
+        yield Cluster(machines, slurm, start)
+    finally:
+        slurm.close()
+
+
+@pytest.fixture(scope="module")
+def expected(run_cli_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The weights of the script in four processes of one machine."""
+    home = tmp_path_factory.mktemp("one")
+    (home / "train.py").write_text(SCRIPT)
+    done = run_cli_once(["train", "--script", "train.py", "--device", "cpu", "--nproc-per-node", "4"], cwd=home)
+    return str(done.stdout.split("weights ")[1].split()[0])
+
+
+@pytest.mark.cluster
+def test_a_job_trains_on_two_nodes_and_its_run_is_shown(cluster: Cluster, expected: str) -> None:
+    number = cluster.job("--time", "10")
+
+    assert cluster.weights(number) == expected
+    shown = cluster.submit("status", "shared run").stdout
+    assert re.search(rf"^job {number}  COMPLETED  ", shown, re.M), shown
+    assert re.search(r"^shared run +finished +pytorch-ddp +2x2 +160 ", shown, re.M), shown
+    assert "finished at step 160" in cluster.submit("logs", "shared run").stdout
+
+
+@pytest.mark.cluster
+def test_before_the_time_limit_the_run_saves_is_queued_again_and_goes_on_bit_for_bit(
+    cluster: Cluster, expected: str
+) -> None:
+    (cluster.home / "slow").touch()
+    number = cluster.job("--time", "2", "--save-before", "60")  # SLURM sends the signal up to a minute earlier
+
+    cluster.slurm.wait_for(number, "RUNNING", seconds=30)
+    cluster.slurm.wait_for(number, "PENDING", seconds=110)
+    events = [json.loads(line)["event"] for line in (cluster.run_dir / "events.jsonl").read_text().splitlines()]
+    assert "preempted" in events and "finished" not in events
+    (cluster.home / "slow").unlink()
+    # A requeued job waits for two minutes. SLURM refuses a job that starts in the same second in which it was queued again.
+    cluster.slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+
+    assert cluster.weights(number) == expected
+    assert "resumed from step-" in cluster.output(number)
+
+
+@pytest.mark.cluster
+def test_a_job_whose_node_dies_is_queued_again_and_goes_on_bit_for_bit(cluster: Cluster, expected: str) -> None:
+    (cluster.home / "slow").touch()
+    number = cluster.job("--checkpoint-every-n-steps", "5")
+    poll(lambda: (cluster.run_dir / "checkpoints/step-00000005").exists(), 60, lambda: cluster.output(number))
+    cluster.slurm.kill_node(1)
+
+    cluster.slurm.wait_for(number, "PENDING", seconds=60)
+    cluster.slurm.wait_for_nodes({"node0 idle", "node1 down*"})  # the first attempt has left both
+    (cluster.home / "slow").unlink()
+    cluster.slurm.start_node(1)
+    cluster.slurm.wait_for_nodes({"node0 idle", "node1 idle"})
+
+    assert cluster.weights(number, seconds=240) == expected  # SLURM starts it two minutes later
+
+
+@pytest.mark.cluster
+def test_stop_saves_and_does_not_queue_again_and_the_file_continues(cluster: Cluster, expected: str) -> None:
+    (cluster.home / "slow").touch()
+    number = cluster.job()
+    poll(
+        lambda: "started" in "".join(each.read_text() for each in cluster.run_dir.glob("events.jsonl")),
+        60,
+        lambda: cluster.output(number),
+    )
+
+    assert cluster.submit("stop", "shared run").returncode == 0
+    cluster.slurm.wait_for(number, "FAILED", seconds=60)
+    assert [path.name for path in (cluster.run_dir / "checkpoints").glob("step-*")]
+    (cluster.home / "slow").unlink()
+    again = cluster.slurm.run("sbatch", "--parsable", str(cluster.run_dir / "job/job.sbatch"))
+
+    assert cluster.weights(again) == expected
+
+
+@pytest.mark.cluster
+def test_a_grid_is_an_array_of_runs(cluster: Cluster) -> None:
+    done = cluster.submit(
+        "slurm",
+        "--script",
+        "train.py",
+        "--device",
+        "cpu",
+        "--run-dir",
+        "shared run",
+        "--grid",
+        "learning-rate=0.1,0.01",
+        "--max-steps",
+        "8",
+    )
+    assert re.match(r"job \d+ was submitted\n", done.stdout), done.output
+
+    results = [cluster.run_dir / task / "result.json" for task in ("0", "1")]
+    poll(
+        lambda: all(path.exists() and '"running"' not in path.read_text() for path in results),
+        120,
+        lambda: cluster.slurm.run("squeue", "--states=all"),
+    )
+    configs = [(cluster.run_dir / task / "config.yaml").read_text() for task in ("0", "1")]
+    assert [re.search(r"^learning_rate: (\S+)", text, re.M)[1] for text in configs] == ["0.1", "0.01"]
+    listed = cluster.submit("status", "shared run").stdout
+    assert len(re.findall(r"^\d +finished +single +1x1 +8 ", listed, re.M)) == 2, listed
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", ["one-task-per-process", "one-task-per-node"])
+def test_the_examples_run_with_other_sizes(cluster: Cluster, name: str) -> None:
+    text = (ROOT / "examples/slurm" / f"{name}.sbatch").read_text()
+    for asked, here in (
+        ("--nodes=4", "--nodes=2"),
+        ("--ntasks-per-node=8", "--ntasks-per-node=2"),
+        ("#SBATCH --gpus-per-node=8\n", ""),
+    ):
+        text = text.replace(asked, here)
+    text = text.replace("--gpus-per-node 8", "--nproc-per-node 2 --device cpu")
+    (cluster.home / "job.sbatch").write_text(text)
+    (cluster.home / "examples").symlink_to(ROOT / "examples")
+
+    number = cluster.slurm.run("sbatch", "--parsable", f"--chdir={cluster.home}", "job.sbatch")
+    cluster.slurm.wait_for(number, "COMPLETED", seconds=120)
+
+    output = (cluster.home / f"slurm-{number}.out").read_text()
+    assert re.search(r"^held-out accuracy 0\.9", output, re.M), output
+    assert re.search(r"4 processes on cpu", output), output
+
+
+# Without SLURM
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DISTRIBUTED_TOKEN", raising=False)
+    (tmp_path / "train.py").touch()
+    return tmp_path
+
+
+def batch_file(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert run(["submit", "slurm", "--script", "train.py", "--dry-run", "--run-dir", "runs/a", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_file_asks_for_what_was_given_and_nothing_else(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = batch_file(
+        capsys, "--num-nodes", "4", "--gpus-per-node", "8", "--time", "12:00:00", "--partition", "gpu", "--account=me", "--setup", "module load cuda",
+        "--sbatch=--exclusive", "--epochs", "3", "--", "--hidden size", "64",
+    )  # fmt: skip
+
+    head = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert head == [
+        "--job-name=train", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=12:00:00", "--partition=gpu", "--account=me",
+        "--signal=USR1@120", f"--chdir={home}", f"--output={home}/runs/a/job/output-%j.txt", "--open-mode=append", "--requeue", "--exclusive",
+    ]  # fmt: skip
+    assert "\nmodule load cuda\n" in text
+    (command,) = re.findall(r"^srun .*", text, re.M)
+    assert command == (
+        "srun --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
+        f" {sys.executable} -m distributed.cli train --script train.py --num-nodes 4 --gpus-per-node 8 --epochs 3"
+        f" --token-file runs/a/job/token --run-dir {home}/runs/a --resume -- '--hidden size' 64"
+    )
+    assert list(home.iterdir()) == [home / "train.py"]  # a dry run writes nothing
+
+
+def test_without_a_number_of_processes_there_is_one_on_each_node(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = batch_file(capsys, "--device", "cpu")
+    assert "--nproc-per-node 1 --run-dir" in text and "--cpus-per-task=1" in text and "token" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("2", 120), ("2:30", 150), ("1:02:30", 3750), ("1-0", 86400), ("1-2:30", 95400), ("2-01:00:05", 176405)],
+)
+def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> None:
+    assert own_slurm._seconds(text) == seconds
+
+
+def test_a_grid_may_name_settings_without_a_flag(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = batch_file(capsys, "--device", "cpu", "--grid", "warmup-steps=0,10", "--grid", "batch-size=8")
+    assert "'--set warmup_steps=10 --batch-size 8'" in text and "#SBATCH --array=0-1" in text
+
+
+def test_gpus_are_not_looked_for_here(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "#SBATCH --gpus-per-node=4" in batch_file(capsys, "--device", "cuda", "--nproc-per-node", "4")
+
+
+def test_the_secret_of_the_nodes_is_in_a_file_of_its_owner_only(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(
+        ResourceError,
+        match=r"^sbatch is not .* the job is written, .* with 'sbatch runs/a/job/job.sbatch'",
+    ):
+        run(["submit", "slurm", "--script", "train.py", "--run-dir", "runs/a", "--num-nodes", "2", "--device", "cpu"])
+
+    token = home / "runs/a/job/token"
+    secret = token.read_text().strip()
+    assert token.stat().st_mode & 0o777 == 0o600 and len(secret) == 64
+    others = [path for path in home.rglob("*") if path.is_file() and path != token]
+    assert others and not any(secret in path.read_text() for path in others)
+
+
+def test_what_sbatch_says_is_passed_on(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpux' >&2\nexit 1\n")
+    (home / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(home), prepend=":")
+    with pytest.raises(ResourceError, match=r"^sbatch refused: sbatch: error: invalid partition specified: gpux$"):
+        run(["submit", "slurm", "--script", "train.py", "--run-dir", "runs/a", "--device", "cpu"])
+    with pytest.raises(ConfigError, match="was written, but not submitted"):
+        run(["submit", "status", "runs/a"])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["slurm", "--script", "gone.py"], "gone.py"),
+        (["slurm", "--script", "train.py", "--time", "soon"], "--time soon is not a time limit of SLURM"),
+        (["slurm", "--script", "train.py", "--time", "2"], "must be at least 180 s"),
+        (["slurm", "--script", "train.py", "--array", "a-b"], "--array a-b is not a list of tasks"),
+        (["slurm", "--script", "train.py", "--grid", "learning-rate"], "--grid learning-rate has no values"),
+        (["slurm", "--script", "train.py", "--grid", "epochs=1,$(rm)"], "cannot be a word of the shell"),
+        (["slurm", "--script", "train.py", "--grid", "epoch=1,2"], "epoch is not a setting"),
+        (["slurm", "--script", "train.py", "--epochs", "0"], "epochs"),
+        (["slurm", "--script", "train.py", "--backend", "horovod", "--dtype", "bfloat16"], "dtype"),
+        (["slurm", "--script", "train.py", "--resume"], "--resume needs the directory of the run"),
+        (["slrum"], "did you mean 'slurm'"),
+        (["status"], "takes one run directory"),
+        (["logs", "nowhere"], "is not a submitted run"),
+    ],
+)
+def test_a_mistake_is_one_line(home: Path, words: list[str], message: str) -> None:
+    with pytest.raises(DistributedError) as caught:
+        run(["submit", *words])
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+    assert list(home.iterdir()) == [home / "train.py"]

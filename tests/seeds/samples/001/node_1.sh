@@ -1,0 +1,10 @@
+# 001, "Multi-Node Distributed Training". Changed: module; 2 processes, the address; the command of node 0 is in node_0.sh.
+# Node 1
+python -m distributed.launcher \
+    train.py \
+    --nproc_per_node=2 \
+    --nnodes=2 \
+    --node_rank=1 \
+    --master_addr=10.99.0.1 \
+    --master_port=29500 \
+    --backend=gloo

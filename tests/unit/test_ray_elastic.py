@@ -1,0 +1,93 @@
+"""How many workers an elastic run on Ray starts, with a cluster that is made up."""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import pytest
+
+from distributed.backends._ray.placing import Placement
+from distributed.backends._ray.resources import Workers
+from distributed.launching.request import LaunchRequest
+from tests.conftest import needs_backend
+
+
+class MadeUpCluster:
+    """Nodes with free CPUs each, some of which others use. A placement group gets what is free."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, totals: list[int], used: list[int]) -> None:
+        placement_group = importlib.import_module("ray.util.placement_group")
+        self.totals, self.free = totals, [total - used for total, used in zip(totals, used, strict=True)]
+        self.tried: list[int] = []
+        self.groups: list[types.SimpleNamespace] = []
+        monkeypatch.setattr(placement_group, "placement_group", self.group)
+        monkeypatch.setattr(placement_group, "remove_placement_group", self.remove)
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {"Alive": True, "NodeManagerHostname": f"node{number}", "NodeID": str(number), "Resources": {"CPU": total}}
+            for number, total in enumerate(self.totals)
+        ]
+
+    def available_resources(self) -> dict[str, float]:
+        return {"CPU": float(sum(self.free))}
+
+    def group(self, bundles: list[dict[str, float]]) -> Any:
+        self.tried.append(len(bundles))
+        places: list[int] | None = []
+        for bundle in bundles:
+            fits = [number for number, free in enumerate(self.free) if free >= bundle["CPU"]]
+            if not fits:
+                for number in places:
+                    self.free[number] += int(bundle["CPU"])
+                places = None
+                break
+            places.append(fits[0])
+            self.free[fits[0]] -= int(bundle["CPU"])
+        made = types.SimpleNamespace(places=places, bundle=bundles[0], wait=lambda seconds: places is not None)
+        self.groups.append(made)
+        return made
+
+    def remove(self, group: Any) -> None:
+        self.groups.remove(group)
+        for number in group.places or ():
+            self.free[number] += int(group.bundle["CPU"])
+
+
+@pytest.fixture(autouse=True)
+def _ray() -> None:
+    needs_backend("ray")
+
+
+def placement(cluster: MadeUpCluster, most: int, cpus: int) -> Placement:
+    request = LaunchRequest("run", nproc_per_node=most, min_nproc_per_node=1)
+    return Placement(cluster, request, Workers(1, 1, cpus, False), {}, lambda attempt: None)
+
+
+def test_room_is_what_ray_could_reserve_and_is_free_again_for_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 3 CPUs for each worker, the free 2 + 2 + 3 CPUs of three nodes are room for one more, not for two."""
+    cluster = MadeUpCluster(monkeypatch, [4, 4, 4], [0, 0, 0])
+    made, seen = placement(cluster, 8, 3), []
+
+    def run(group: Any, bundle_indices: list[int]) -> bool:
+        seen.append(len(bundle_indices))
+        if len(seen) == 1:
+            cluster.totals, cluster.free = [4, 4, 4, 8, 5], [*cluster.free, 2, 5]  # others use 6 CPUs of the fourth
+            assert [made.room() for _ in range(4)] == [1, 1, 1, 1]
+            assert cluster.tried == [3, 3, 1, 2, 1]  # it was tried once for three and for two, and once more for one
+        return len(seen) < 2
+
+    monkeypatch.setattr(made, "_run", run)
+    assert made.room() == 0
+    made.run_as_many_as_fit()
+    assert seen == [3, 4] and made.room() == 0 and cluster.groups == []
+
+
+def test_what_others_use_is_known_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = MadeUpCluster(monkeypatch, [8, 8], [7, 6])
+    made = placement(cluster, 16, 1)
+    monkeypatch.setattr(made, "_run", lambda group, bundle_indices: False)
+    made.run_as_many_as_fit()
+    assert cluster.tried == [16, 3]
