@@ -36,6 +36,7 @@ from distributed.config.registry import backend_entry, missing_libraries
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 2.5  # limits of a minute or more only end what hangs: they leave room for a machine that does other work too
 MARK = "DISTRIBUTED_TEST_COMMAND"
 # Variables of launchers and clusters. A test that ran under one would see workers that are not its own.
 _FOREIGN = re.compile(
@@ -146,7 +147,10 @@ class Started:
             return what in self.output if isinstance(what, str) else what()
 
         return poll(
-            seen, timeout, lambda: f"{what!r} did not come\n{self.output}", lambda: self.process.poll() is not None
+            seen,
+            patient(timeout),
+            lambda: f"{what!r} did not come\n{self.output}",
+            lambda: self.process.poll() is not None,
         )
 
     def signal(self, number: int) -> None:
@@ -155,6 +159,7 @@ class Started:
 
     def finish(self, timeout: float = 120, grace: float = 5) -> Finished:
         """Wait for the end, at most `timeout` seconds. All descendants must be gone within `grace` seconds after it."""
+        timeout = patient(timeout)
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -180,6 +185,11 @@ class Started:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
+
+
+def patient(limit_s: float) -> float:
+    """Return the time limit to use in the place of `limit_s`."""
+    return limit_s * PATIENCE if limit_s >= 60 else limit_s
 
 
 def _children_cpu_s() -> float:

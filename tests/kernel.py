@@ -26,7 +26,7 @@ class Kernel:
         self.mark = uuid.uuid4().hex
         self._notebook = nbformat.v4.new_notebook()
         self.client = NotebookClient(
-            self._notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(directory)}}
+            self._notebook, timeout=500, kernel_name="python3", resources={"metadata": {"path": str(directory)}}
         )
 
     def __enter__(self) -> Kernel:

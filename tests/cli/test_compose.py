@@ -26,7 +26,7 @@ COMPOSE = yaml.safe_load(FILE.read_text())
 SERVICES = COMPOSE["services"]
 NODES = ("node0", "node1")
 SMALL = ["--", "--hidden-size", "32", "--attention-heads", "2", "--layers", "2", "--max-seq-length", "32"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def validate(text: str) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,7 @@ import pytest
 from tests.conftest import Started, needs_backend
 from tests.machines import Machines
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 PORT = "29556"
 # float64 and no dropout, so that the split of a batch changes only the rounding. 330 samples in batches of 8: the last one is short.
 SCRIPT = """

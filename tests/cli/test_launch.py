@@ -21,7 +21,7 @@ from tests.conftest import ROOT, clean_environment, needs_backend, poll
 from tests.warm import PARENT
 
 LAUNCH = str(Path(distributed.__file__).parent / "launching" / "main.py")
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 JOIN = """
 import json, os, signal, sys, time
@@ -188,7 +188,7 @@ def facts(tmp_path_factory):
     for name, command in commands.items():
         (home / name).mkdir()
         done = subprocess.run(
-            [sys.executable, *command], cwd=home, env=base, capture_output=True, text=True, timeout=200
+            [sys.executable, *command], cwd=home, env=base, capture_output=True, text=True, timeout=400
         )
         assert done.returncode == 0, done.stdout + done.stderr
         found[name] = ([json.loads((home / name / f"facts-{rank}.json").read_text()) for rank in (0, 1)], done)

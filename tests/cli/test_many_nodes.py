@@ -21,7 +21,7 @@ from distributed.runs.listing import list_runs, read_state_of
 from tests.conftest import Started, needs_backend, poll
 from tests.machines import Machines
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
 PORT = "29555"
 SCRIPT = """

@@ -15,7 +15,7 @@ from tests.cli.test_many_nodes import SCRIPT
 from tests.conftest import Started, needs_backend
 from tests.machines import Machines
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 SHORT = SCRIPT.replace("320", "64").replace("epochs=4", "epochs=1")
 BACKENDS = ("pytorch-ddp", "fsdp", "deepspeed", "horovod")
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

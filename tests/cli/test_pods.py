@@ -20,7 +20,7 @@ from tests.pods import INDEX_FIELD, Cluster
 
 Objects = list[dict[str, Any]]
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 SCRIPT = """
 import os, time
 import torch

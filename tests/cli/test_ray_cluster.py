@@ -20,7 +20,7 @@ import pytest
 from tests.conftest import Started, clean_environment, needs_backend, poll
 from tests.machines import Machines
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(800)
 RAY = str(Path(sys.executable).with_name("ray"))
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 # The head notices within three seconds that a node does not answer.

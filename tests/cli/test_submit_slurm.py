@@ -19,7 +19,7 @@ from tests.machines import Machines
 from tests.slurm import Slurm, needs_slurm
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(800)
 SCRIPT = """
 import os, time
 import torch

@@ -19,7 +19,7 @@ from tests.conftest import Started, clean_environment, needs_backend
 
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
 CLI = [sys.executable, "-m", "distributed.cli"]
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(360)
 SCRIPT = """
 import argparse, os, sys, time
 import torch

@@ -16,7 +16,7 @@ from tests.conftest import needs_backend
 
 JOBS = Path(__file__).parent / "jobs"
 ZEROS = [name for name in job.STAGES if name != "zero-0"]
-pytestmark = pytest.mark.timeout(400)  # seconds on a busy machine
+pytestmark = pytest.mark.timeout(800)  # seconds on a busy machine
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,7 @@ from distributed.checkpoints.manifest import list_checkpoints, verify
 from tests.conftest import needs_backend
 
 JOBS = Path(__file__).parent / "jobs"
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(400)
 
 # Runs in a process that cannot import our package, because DeepSpeed's files must not need it.
 OPEN = """

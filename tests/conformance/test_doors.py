@@ -23,7 +23,7 @@ from tests.conftest import ROOT, clean_environment, needs_backend
 ATTACK = Path(__file__).parent / "jobs" / "doors" / "attack.py"
 _SYNC_S = 15.0  # seconds; torch's rendezvous reads its state every 5 s
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user"),
 ]
 
@@ -65,7 +65,7 @@ def attack(listeners, marker, can_end=False):
         "marker": str(marker),
     }  # fmt: skip
     command = [sys.executable, str(ATTACK), json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd="/", env=clean_environment())
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd="/", env=clean_environment())
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     deadline = time.monotonic() + (_SYNC_S if said["num_rendezvous"] else 0)

@@ -44,7 +44,7 @@ ADAPTERS = [Adapter.parse(row) for row in ROWS.split()]
 MORE_ADAPTERS = [Adapter.parse(row) for row in MORE_ROWS.split()]
 SOME_WORLDS = worlds_of(ADAPTERS)
 WORLDS = {**SOME_WORLDS, **worlds_of(MORE_ADAPTERS)}
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

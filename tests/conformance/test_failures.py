@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tests.conformance.runs import FULL
 
 JOB = Path(__file__).parent / "jobs" / "failures.py"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from distributed.runs.temporary import remove_leftovers
 from tests.conftest import clean_environment, poll
 
 JOBS = Path(__file__).parent / "jobs"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def home(tmp_path_factory):
     for mode in ("all", "three"):
         done = subprocess.run(
             [sys.executable, JOBS / "plain/script.py", mode],
-            cwd=directory, env=clean_environment(), capture_output=True, text=True, timeout=100,
+            cwd=directory, env=clean_environment(), capture_output=True, text=True, timeout=250,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         (directory / f"out-{mode}.txt").write_text(done.stdout)

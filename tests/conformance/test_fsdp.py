@@ -16,7 +16,7 @@ from tests.conformance.runs import FULL, arguments, assert_same, events
 
 JOB = Path(__file__).parent / "jobs" / "sharded.py"
 EXACT = ["layers", "hidden", "object", "whole", "classes", "size", "kept", "offload", "recompute"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 BIN = Path(sys.executable).parent
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
 EXACT = ["plain", "accumulated", "own-start", "unused", "half-used", "fp32", "bf16", "fp16", "recomputed"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,7 +19,7 @@ SAME = [
     "default", "softmax", "compiled", "object", "rate", "scheduler", "lazy", "keras-loss", "names", "two-outputs", "tokens",
     "weighted", "step", "empty-slices",
 ]  # fmt: skip
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,7 +164,7 @@ def _open_on_tensorflow(run, checkpoint, tmp_path):
     environ = {**os.environ, "KERAS_BACKEND": "tensorflow", "PYTHONPATH": str(JOBS.parents[2])}
     done = subprocess.run(
         [sys.executable, "-c", DICTS + OTHER_ENGINE, str(checkpoint), str(tmp_path / "tf")],
-        env=environ, capture_output=True, text=True, timeout=120, check=False,
+        env=environ, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.split() == ["tensorflow", "21"]

@@ -39,7 +39,7 @@ ENGINES = {
     "ray": (2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived")),
 }  # fmt: skip
 OTHERS = [pytest.param(name, marks=() if name == "horovod" else FULL) for name in ENGINES if name != "single"]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(800)
 
 
 def needs(name):

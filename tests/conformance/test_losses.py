@@ -11,7 +11,7 @@ from tests.conformance.jobs import losses as job
 from tests.conformance.jobs.recording import distance, read
 from tests.conformance.runs import FULL, OnFirstUse
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 # Batch norm depends on the slices of a batch. The other cases are errors.
 DIFFER = {
     "empty-slices", "predicted", "no-default", "one-column", "one-column-classes", "column-of-classes", "whole-numbers",

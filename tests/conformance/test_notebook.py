@@ -13,7 +13,7 @@ from nbclient.exceptions import CellExecutionError
 from tests.conftest import poll
 from tests.kernel import QUIET, Kernel
 
-pytestmark = [pytest.mark.timeout(300), QUIET]
+pytestmark = [pytest.mark.timeout(600), QUIET]
 
 DEFINITIONS = """
 import os, time

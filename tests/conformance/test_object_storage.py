@@ -16,7 +16,7 @@ from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests,
 from tests.conftest import needs_backend
 from tests.object_storage import BUCKET, Fault, complete_checkpoints, s3_server
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 pytest.importorskip("s3fs", reason="object storage needs s3fs")
 ADDRESS = f"s3://{BUCKET}/mine"
 LAST = f"step-{STEPS:08d}"
@@ -176,7 +176,7 @@ def test_a_wrong_address_is_refused_before_any_worker_starts(run_cli, tmp_path, 
     assert done.within(1.0) and not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[FULL, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[FULL, pytest.mark.timeout(3600)])])
 def test_a_run_killed_in_the_middle_of_uploads_resumes_from_a_verified_checkpoint(start, tmp_path, s3, clean, kills):
     """All processes get SIGKILL at a random write, before the object is stored or before the write is answered. The next attempt
     is on the same machine, or on one that has nothing. A run that gets to its end is compared, and the next one starts over."""

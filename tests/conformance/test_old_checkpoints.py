@@ -17,7 +17,7 @@ from tests.data.checkpoints.write import HERE, JOB, RUNS, STEP, rows_after
 STEPS = 15
 TORCH = [name for name, (arguments, _) in RUNS.items() if arguments == "torch float64"]
 KERAS = [name for name, (arguments, _) in RUNS.items() if arguments == "keras float64"]
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 def expected(name: str) -> dict[str, Any]:

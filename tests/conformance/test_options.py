@@ -20,7 +20,7 @@ from tests.conformance.jobs.recording import distance, read
 
 HERE = Path(__file__).parent
 UPDATES = 8  # number of updates in two epochs
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

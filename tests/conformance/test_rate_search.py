@@ -10,7 +10,7 @@ import pytest
 from tests.conftest import needs_backend
 
 JOB = str(Path(__file__).parent / "jobs" / "rate_search.py")
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(360)
 
 
 @pytest.fixture(scope="module")

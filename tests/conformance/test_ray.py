@@ -22,7 +22,7 @@ from tests.conftest import Started, clean_environment, needs_backend, poll
 JOBS = Path(__file__).parent / "jobs" / "ray"
 CLI = [sys.executable, "-m", "distributed.cli"]
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster need the same values
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -75,7 +75,9 @@ def plain(out, mode, *flags):
 def check_plain(done, out, world, threads, *first):
     """Check what a torchrun script finds, and what the console and the logs show of it."""
     assert done.returncode == 0, done.output
-    *shown, seen = done.stdout.splitlines()
+    *shown, seen = (
+        line for line in done.stdout.splitlines() if not line.startswith("Ray has not placed the workers yet")
+    )
     assert json.loads(seen) == {
         "sum": sum(range(world + 1)), "argv": ["go"], "is_main": True, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world), "GROUP_RANK": "0", "OMP_NUM_THREADS": threads, "TORCHELASTIC_RESTART_COUNT": "0",

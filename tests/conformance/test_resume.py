@@ -18,7 +18,7 @@ from distributed.errors import CheckpointError
 from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests, events, newest, samples
 from tests.conftest import poll
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 EPOCH = 7  # number of steps
 
 

@@ -21,7 +21,7 @@ WORLDS = {
 }  # fmt: skip
 SOME = [pytest.param(name, marks=FULL if name in ("fsdp-3", "ray-2", "ray-fsdp-2") else ()) for name in WORLDS]
 EXACT = 1e-9
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="module")

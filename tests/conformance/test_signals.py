@@ -16,7 +16,7 @@ import pytest
 from distributed.launching.stopping import Stop
 from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests, events, newest, samples
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 SLOWLY = {"SLOW": "0.03"}  # seconds of a micro-batch; ranks need some steps to agree on a signal
 CLI = [sys.executable, "-m", "distributed.cli"]
 

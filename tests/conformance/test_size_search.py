@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 JOB = str(Path(__file__).parent / "jobs" / "size_search.py")
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_a_size_fits_when_it_does_on_every_rank(run_python, tmp_path):

@@ -14,7 +14,7 @@ from tests import event_files
 from tests.conformance.runs import STEPS, arguments, assert_same, metrics
 from tests.conftest import needs_backend
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 HISTOGRAMS = ["--tensorboard", "--set", "tensorboard_histograms=true"]
 PROFILE = ["--profile", "--set", "profile_wait=1", "--set", "profile_warmup=1", "--set", "profile_active=2"]
 

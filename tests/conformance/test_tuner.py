@@ -20,7 +20,7 @@ from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = pytest.mark.timeout(3000)
 
 
 def run(tmp_path_factory, kind, end):

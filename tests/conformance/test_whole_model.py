@@ -24,7 +24,7 @@ BACKENDS = {
     "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3"),  # the number is the stage
     "horovod": ("gpt",),
 }
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 CHECKED = [

@@ -20,7 +20,7 @@ from tests.conftest import describe, needs_backend, poll
 from tests.kernel import QUIET, Kernel
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
-pytestmark = [pytest.mark.timeout(600), QUIET]
+pytestmark = [pytest.mark.timeout(1200), QUIET]
 
 TRAINER_FACTS = """
 print(json.dumps({

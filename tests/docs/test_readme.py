@@ -50,7 +50,7 @@ def test_notebook_sample_runs(code, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)])
 
-    NotebookClient(notebook, timeout=180, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
+    NotebookClient(notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": tmp_path}}).execute()
 
     errors = [output for output in notebook.cells[0].outputs if output.output_type == "error"]
     assert errors == []

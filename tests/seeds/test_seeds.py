@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SAMPLES = HERE / "samples"
 BIN = Path(sys.executable).parent
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def free_port() -> str:

@@ -18,7 +18,7 @@ from tests.machines import Machines
 from tests.seeds.test_seeds import GPT, HERE, SAMPLES, environment
 from tests.slurm import Slurm, needs_slurm
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 WITH_A_TRAINER = """
 import torch

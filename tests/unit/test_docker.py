@@ -93,7 +93,7 @@ def install(tmp_path, *arguments, path, **more):
     environment = {**os.environ, "PATH": os.pathsep.join([str(path), os.environ["PATH"]]), "CPU_INDEX": "", **more}
     command = ["sh", "docker/install.sh", *arguments]
     return subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=170
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300
     )
 
 

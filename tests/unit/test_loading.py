@@ -39,7 +39,7 @@ from distributed.state import DataRole
 from tests.unit.ranks import groups_of_ranks, on_ranks, plan, samples_used, sharded
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(360),
     pytest.mark.filterwarnings("ignore:This DataLoader will create"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]

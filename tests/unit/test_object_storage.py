@@ -37,7 +37,7 @@ from distributed.state import TrainState, WorkerContext
 from distributed.training.files import TrainerFiles
 from tests.object_storage import BUCKET, Fault, complete_checkpoints, s3_server
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("s3fs", reason="object storage needs s3fs")
 ADDRESS = f"s3://{BUCKET}/mine"
 

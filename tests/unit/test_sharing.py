@@ -160,7 +160,7 @@ if sys.argv[1:] == ["leave"]:
 LAUNCH = str(Path(distributed.__file__).parent / "launching" / "main.py")
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("mode", ["go", "leave", "fail"])
 def test_workers_tell_their_launcher_that_they_shared_nothing(run_python, tmp_path, mode):
     script = tmp_path / "mnist.py"
