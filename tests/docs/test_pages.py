@@ -93,13 +93,25 @@ def test_every_backend_has_a_page_that_names_all_its_options_and_no_others():
         assert rows == [f"{row.group}.{option}" for option in option_class(row.group).__dataclass_fields__], row.name
 
 
+def prose(page):
+    """Return a page without its samples."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page):
+    """Return the anchors of the headings, as GitHub names them."""
+    return {
+        re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in re.findall(r"^#+ (.+)$", prose(page), re.M)
+    }
+
+
 @pytest.mark.parametrize(
     "page",
     [*PAGES, ROOT / "README.md", ROOT / "docker" / "README.md"],
     ids=lambda page: page.parent.name + "-" + page.stem,
 )
 def test_no_heading_stands_twice(page):
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
     assert headings and len(headings) == len(set(headings))
 
 
@@ -108,6 +120,7 @@ def test_the_index_leads_to_every_page_and_no_link_is_broken():
     for page in PAGES:
         if page.name not in ("README.md", "index.md") and page not in LEARNING:
             assert f"({name_of(page)}.md)" in index, page
-        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", prose):
-            assert (page.parent / target).exists(), (page, target)
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", prose(page)):
+            file = page.parent / target if target else page
+            assert file.exists(), (page, target)
+            assert not anchor or file.suffix != ".md" or anchor in anchors(file), (page, target, anchor)
