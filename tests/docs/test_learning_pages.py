@@ -22,7 +22,7 @@ from tests.docs.test_pages import LEARNING, ROOT, blocks, name_of
 REAL = ("start", "tutorials/")
 # Page -> the backends that its samples need. Pages with Ray start a cluster each.
 NEEDS = {"coming-from/horovod": "horovod", "coming-from/ray-train": "ray", "tutorials/sweep": "ray"}
-SLOW = {"coming-from/ray-train", "tutorials/sweep"}
+SLOW = {"coming-from/ray-train", "tutorials/sweep", "tutorials/hugging-face"}
 # Page -> what runs the file before the change. The first is for the file after it too, unless its backend is another.
 TRAIN = "-m distributed.cli train --nproc-per-node 2 --device cpu --script"
 DIFFS = {
@@ -118,7 +118,7 @@ def test_a_script_gives_the_same_loss_before_and_after_the_change(name, run_pyth
         (tmp_path / f"{side}.py").write_text(code)
         if command is not None:
             env = {"KERAS_BACKEND": "torch"} if name == "keras" and side == "before" else {}
-            done = run_python([*command.split(), f"{side}.py"], timeout=180, cwd=tmp_path, env=env)
+            done = run_python([*command.split(), f"{side}.py"], timeout=240, cwd=tmp_path, env=env)
             assert done.returncode == 0, done.output
             losses.append(float(re.findall(r"loss (\d\.\d{6})\s*$", done.stdout, re.M)[-1]))
 
