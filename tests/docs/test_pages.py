@@ -13,6 +13,10 @@ from tests.conftest import needs_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
+# Pages to learn from, which run from top to bottom in test_learning_pages.py. The site has an index.md in each directory.
+LEARNING_PLACES = ("tutorials", "concepts", "coming-from", "start", "troubleshooting", "faq", "glossary")
+LEARNING = [page for page in PAGES if page.relative_to(ROOT / "docs").with_suffix("").parts[0] in LEARNING_PLACES]
+LEARNING = [page for page in LEARNING if page.name != "index.md"]
 PYTHON = "python -m distributed"
 
 
@@ -36,12 +40,14 @@ def needed(page):
 SCRIPTS = [
     pytest.param(page, code, id=f"{name_of(page)}-{number}")
     for page in PAGES
+    if page not in LEARNING
     for number, (language, beside, code) in enumerate(blocks(page))
     if (language, beside) == ("python", "")
 ]
 COMMANDS = [
     pytest.param(page, line, id=f"{name_of(page)}-{number}")
     for page in PAGES
+    if page not in LEARNING
     for number, line in enumerate(
         line for language, _, code in blocks(page) if language == "bash" for line in code.splitlines()
     )
@@ -74,7 +80,7 @@ def test_command_line_sample_works(page, command, run_python, tmp_path):
 
 def test_every_page_has_samples_of_both_kinds():
     for page in PAGES:
-        if page.name != "README.md":
+        if page.name not in ("README.md", "index.md") and page not in LEARNING:
             kinds = {language for language, _, _ in blocks(page)}
             assert {"python", "bash"} <= kinds, page
 
@@ -87,19 +93,34 @@ def test_every_backend_has_a_page_that_names_all_its_options_and_no_others():
         assert rows == [f"{row.group}.{option}" for option in option_class(row.group).__dataclass_fields__], row.name
 
 
+def prose(page):
+    """Return a page without its samples."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page):
+    """Return the anchors of the headings, as GitHub names them."""
+    return {
+        re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in re.findall(r"^#+ (.+)$", prose(page), re.M)
+    }
+
+
 @pytest.mark.parametrize(
     "page",
     [*PAGES, ROOT / "README.md", ROOT / "docker" / "README.md"],
     ids=lambda page: page.parent.name + "-" + page.stem,
 )
 def test_no_heading_stands_twice(page):
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
     assert headings and len(headings) == len(set(headings))
 
 
 def test_the_index_leads_to_every_page_and_no_link_is_broken():
     index = (ROOT / "docs" / "README.md").read_text()
     for page in PAGES:
-        assert page.name == "README.md" or f"({name_of(page)}.md)" in index, page
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), (page, target)
+        if page.name not in ("README.md", "index.md") and page not in LEARNING:
+            assert f"({name_of(page)}.md)" in index, page
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", prose(page)):
+            file = page.parent / target if target else page
+            assert file.exists(), (page, target)
+            assert not anchor or file.suffix != ".md" or anchor in anchors(file), (page, target, anchor)
