@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from distributed import load_weights
-from tests.conftest import poll
+from tests.conftest import patient, poll
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY_GPT = ["--hidden-size", "32", "--attention-heads", "2", "--layers", "2", "--max-seq-length", "32"]
@@ -62,7 +62,7 @@ def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
         server = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=log, stderr=subprocess.STDOUT)
     try:
         log_of = (tmp_path / "log").read_text
-        poll(lambda: "serving base at" in log_of(), 150, log_of, lambda: server.poll() is not None)
+        poll(lambda: "serving base at" in log_of(), patient(150), log_of, lambda: server.poll() is not None)
         answer = posted(url, {"images": (images.squeeze(1) * 16).tolist()})
         expected = model(images).softmax(1)
         assert answer["checkpoint"] == checkpoint and answer["digits"] == expected.argmax(1).tolist()
