@@ -14,7 +14,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import PREFIX
-from distributed.state import MAX, SEPARATOR, DataRole, MicroBatch, StepResult, Sums, UpdateBatch
+from distributed.state import MAX, RATE, SEPARATOR, DataRole, MicroBatch, StepResult, Sums, UpdateBatch
 
 _WINDOW = 256  # number of batches whose results are kept before they are summed
 
@@ -211,6 +211,6 @@ def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return name -> sum / count, or the sum or the largest value if that was asked for. A mean is NaN if the count is 0."""
     means = {}
     for name, (total, count) in sums.items():
-        plain, _, kind = name.partition(SEPARATOR)
-        means[plain] = total if kind else total / count if count else math.nan
+        is_mean = SEPARATOR not in name or name.endswith(RATE)
+        means[name.partition(SEPARATOR)[0]] = total if not is_mean else total / count if count else math.nan
     return means
