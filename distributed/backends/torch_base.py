@@ -363,9 +363,11 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training = None
         if hasattr(self, "update"):  # unset if `prepare` failed before
             self.update.forget()
+            self.kind.thaw()
         gc.collect()
 
     def rewrap(self) -> None:
+        self.kind.freeze()
         self._check_trainable()
         self._is_new_wrapper = True
         self.wrapped = self.wrapper.wrap(self.plain)

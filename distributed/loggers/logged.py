@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -50,12 +50,23 @@ class Logged:
         self._rank, self._taken = 0, frozenset[str]()
         self._takes_media = False
         self._media: list[_Held] = []
-        self._numbers: Counter[tuple[str, int]] = Counter()  # media of each name and step
+        self._numbers: Counter[tuple[str, int]] = Counter()  # media of each full name and step
 
-    def begin(self, rank: int, taken: Iterable[str], *, takes_media: bool = False) -> None:
-        """Begin a fit on `rank` in which the names `taken` are those of metrics. Media are dropped unless it `takes_media`."""
+    def begin(
+        self,
+        rank: int,
+        taken: Iterable[str],
+        *,
+        takes_media: bool = False,
+        earlier: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
+        """Begin a fit on `rank` in which the names `taken` are those of metrics.
+
+        Media are dropped unless it `takes_media`. `earlier` has the numbers of media that an earlier fit of the run has recorded, by
+        full name and step.
+        """
         self.num_samples, self._pending, self._reductions = None, [], {}
-        self._media, self._numbers = [], Counter()
+        self._media, self._numbers = [], Counter(earlier)
         self._rank, self._taken, self._takes_media = rank, frozenset(taken), takes_media
 
     @contextlib.contextmanager
@@ -150,8 +161,9 @@ class Logged:
             self._media.append(_Held(name, held, self._rank if on_every_rank else None))
 
     def _encoded(self, held: _Held, step: int) -> LoggedMedia:
-        number = self._numbers[held.name, step]
-        self._numbers[held.name, step] += 1
+        key = (held.name if held.rank is None else f"{held.name}/rank_{held.rank}", step)
+        number = self._numbers[key]
+        self._numbers[key] += 1
         words = [quote(held.name, safe=""), f"{step:08d}"]
         words += ([] if held.rank is None else [f"rank_{held.rank}"]) + ([f"{number + 1}"] if number else [])
         path = f"media/{'-'.join(words)}.{held.media.suffix}"

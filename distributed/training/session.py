@@ -37,6 +37,7 @@ from distributed.launching.reporter import Reporter
 from distributed.launching.request import launched_by, link
 from distributed.loggers import registry as loggers
 from distributed.loggers.base import LoggedFit, Tracker
+from distributed.loggers.files import media_at
 from distributed.loggers.logged import receiving
 from distributed.metrics.monitor import check_monitor
 from distributed.report import write_reports_at_end
@@ -183,7 +184,8 @@ class Session:
             metrics=self.setup.job.metrics, has_training_step=self.setup.job.training_step is not None,
         )  # fmt: skip
         self.backend.configure(before_update=before_update(fit.callbacks, state))
-        self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True)
+        earlier = self.files.on_main(lambda: media_at(fit.run.media, state.step))
+        self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True, earlier=earlier)
         with bound(fit.callbacks, self._context_of(fit, run)), receiving(self.backend.logged):
             self._run(fit, run, common)
         fit.stop_clock()
