@@ -129,7 +129,7 @@ class Session:
         loader_batch_size = backend.batch_size_of(train_data)
         full_size = self.setup.full_size or backend.data_parallel_size
         planned = plan_batch(merged, backend.data_parallel_size, loader_batch_size, full_size=full_size)
-        sets = sets_of(val_data)
+        sets = sets_of(val_data, self.setup.job.metrics)
         check_monitor(merged, list(sets), self.setup.job)
         check_callbacks(backend, self.setup.callbacks)
         loggers.check_callbacks(merged, self.setup.callbacks)
