@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -266,6 +265,24 @@ def test_counting_changes_no_number_and_a_resumed_run_does_not_count_again() -> 
     assert noticed.texts == [] and len(alone.seen) == UPDATES
 
 
+def test_flops_of_several_models_are_counted_unless_their_batches_are_cut() -> None:
+    def step(models: Any, batch: Any, update: Any) -> None:
+        update("a", models["b"](models["a"](batch[0])).square().mean())
+
+    def run(**settings: Any) -> float:
+        counting = ThroughputAndMFU(peak_flops=1.0)
+        models = {"a": lambda: torch.nn.Linear(8, 4), "b": lambda: torch.nn.Linear(4, 2)}
+        given = {**BASE, "max_steps": 1, **settings}
+        Trainer(models=models, optimizers={"a": "sgd"}, training_step=step, callbacks=[counting], **given).fit(data())
+        return counting.state_dict()["per_sample"]
+
+    assert run() == 2 * (8 * 4 + 4 * 2) + 2 * (
+        8 * 4 + 4 * 2
+    )  # the frozen one has no gradient of weights, `a` none of inputs
+    with pytest.raises(ConfigError, match="cannot count the FLOPs of several models with gradient accumulation"):
+        run(gradient_accumulation_steps=2)
+
+
 def test_recomputed_passes_are_not_counted() -> None:
     class Blocks(torch.nn.Module):
         def __init__(self) -> None:
@@ -371,18 +388,3 @@ def test_histograms_are_written_each_few_updates_and_once_after_a_resume(tmp_pat
         trainer.fit(data(), max_steps=6)
         assert histograms(trainer) == steps
     assert histograms(trained(GradientHistogram(), tensorboard=True)) == [4, 8, 12]
-
-
-def test_a_hook_between_updates_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The callback reads no tensor: what it logs are numbers that the host knows."""
-    logged: list[Any] = []
-    throughput = ThroughputAndMFU(flops_per_sample=2.0, peak_flops=1.0)
-    observer = SimpleNamespace(
-        count_updates=lambda counts_flops: None, counted=SimpleNamespace(num_samples=3, num_tokens=6)
-    )
-    Callback._bind(throughput, a_context(observer=observer, log_rate=lambda name, value: logged.append((name, value))))
-    throughput.on_train_start(TrainState())
-    began = time.perf_counter()
-    throughput.on_step_end(TrainState(step=1), StepResult([], 3))
-    assert time.perf_counter() - began < 1
-    assert logged == [("tokens_per_second", 6), ("flops_per_second", 6.0), ("mfu", 6.0)]

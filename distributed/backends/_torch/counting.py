@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 
 from distributed.backends._torch.recomputing import is_recomputing
 from distributed.callbacks import Counted
+from distributed.errors import ConfigError
 from distributed.state import UpdateBatch
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class Counter:
         micros = [micro for micro in update_batch.micro_batches if micro.num_samples]
         num_samples, num_tokens = sum(m.num_samples for m in micros), sum(tokens_in(m.batch) for m in micros)
         if self._counts_flops:
+            self._check(len(update_batch.micro_batches))
             with Flops() as flops:
                 losses = self._backend.passes.run(update_batch)
             self._settle(flops.total, num_tokens, update_batch.num_samples)
@@ -41,6 +43,13 @@ class Counter:
             losses = self._backend.passes.run(update_batch)
         self.counted = Counted(num_samples, num_tokens, self._per_sample, self._per_token)
         return losses
+
+    def _check(self, num_micro_batches: int) -> None:
+        if num_micro_batches > 1 and not self._backend.kind.is_one_model:  # their forward passes run in other threads
+            raise ConfigError(
+                "ThroughputAndMFU cannot count the FLOPs of several models with gradient accumulation: pass flops_per_sample=..., which"
+                " a run of a few steps without it shows"
+            )
 
     def _settle(self, flops: int, num_tokens: int, num_samples: int) -> None:
         self._counts_flops = False
