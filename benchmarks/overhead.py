@@ -33,9 +33,10 @@ from goals import Goal, verdicts
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 900
 LOG_EVERY = 50  # steps, by default
-BASE, AGAIN, OURS, FULL, AVERAGED, TRACKED = (
+IMAGE_EVERY = 100  # steps
+BASE, AGAIN, OURS, FULL, AVERAGED, IMAGED, TRACKED = (
     "hand-written", "hand-written again", "Trainer, defaults", "Trainer, callbacks, metrics, log",
-    "Trainer, moving average", "Trainer, TensorBoard, MLflow",
+    "Trainer, moving average", "Trainer, images", "Trainer, TensorBoard, MLflow",
 )  # fmt: skip
 Turns = list[dict[str, float]]
 
@@ -77,8 +78,8 @@ def mlflow_store(server: str | None) -> Iterator[dict[str, str]]:
 def goals_of(name: str, turns: dict[str, Turns], turn_steps: int, metric_s: float, has_store: bool) -> list[Goal]:
     """Return the goals of one workload.
 
-    Trackers write a line in each turn, but are judged at one line in `LOG_EVERY` steps. While MLflow's server does not
-    answer, a step may take a tenth more.
+    Trackers write a line in each turn, but are judged at one line in `LOG_EVERY` steps, and images at one in `IMAGE_EVERY`.
+    While MLflow's server does not answer, a step may take a tenth more.
     """
     again = ratios(turns[AGAIN], turns[BASE], "mean")
     step = Goal("a step's CPU x", 0.85 if name == "mlp" else 1.0, ratios(turns[OURS], turns[BASE], "mean"), again)
@@ -94,14 +95,20 @@ def goals_of(name: str, turns: dict[str, Turns], turn_steps: int, metric_s: floa
             for what, key in figures.items()
         ]
     if name == "gpt":
-        share = turn_steps / LOG_EVERY
         tracked, noise = (
-            [1 + (x - 1) * share for x in xs] for xs in (ratios(turns[TRACKED], turns[OURS], "mean"), again)
+            spread_over(ratios(turns[each], turns[other], "mean"), turn_steps / LOG_EVERY)
+            for each, other in ((TRACKED, OURS), (AGAIN, BASE))
         )
+        imaged, image_noise = (
+            spread_over(ratios(turns[each], turns[other], "mean"), turn_steps / IMAGE_EVERY)
+            for each, other in ((IMAGED, OURS), (AGAIN, BASE))
+        )
+        image = Goal(f"an image in {IMAGE_EVERY} steps: CPU x", 1.01, imaged, image_noise)
         average = Goal(
             "moving average of the weights: CPU x", 1.03, ratios(turns[AVERAGED], turns[OURS], "mean"), again
         )
-        return [step, average, Goal(f"TensorBoard, MLflow, a line in {LOG_EVERY} steps: CPU x", 1.01, tracked, noise)]
+        line = Goal(f"TensorBoard, MLflow, a line in {LOG_EVERY} steps: CPU x", 1.01, tracked, noise)
+        return [step, average, image, line]
     on_top = [microseconds - 1e6 * metric_s for microseconds in over(turns[FULL], turns[OURS])]
     noise = over(turns[AGAIN], turns[BASE])
     return [step, Goal("callbacks, metrics, log: CPU us on top of the metric's own", 10, on_top, noise, par=0.0)]
@@ -169,6 +176,11 @@ def summary(result: dict[str, Any]) -> list[list[str]]:
 def ratios(turns: Turns, base: Turns, key: str) -> list[float]:
     """Return the ratio of each round."""
     return [turn[key] / raw[key] for turn, raw in zip(turns, base, strict=True)]
+
+
+def spread_over(found: list[float], share: float) -> list[float]:
+    """Return the ratios of a cost that each turn has once, if only the `share` of the turns had it."""
+    return [1 + (each - 1) * share for each in found]
 
 
 def over(turns: Turns, base: Turns) -> list[float]:

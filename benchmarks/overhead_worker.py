@@ -21,12 +21,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
 from distributed.callbacks import Callback, ExponentialMovingAverage
+from distributed.loggers import Image
 from distributed.state import StepResult, TrainState
 from hand_written import HandWritten
 from turns import TrainerTurns, compete
 from workloads import WORKLOADS, Workload
 
-AVERAGED, TRACKED = "Trainer, moving average", "Trainer, TensorBoard, MLflow"
+AVERAGED, IMAGED, TRACKED = "Trainer, moving average", "Trainer, images", "Trainer, TensorBoard, MLflow"
 
 
 class Counting(Callback):
@@ -39,6 +40,18 @@ class Counting(Callback):
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
         self.lines += 1
+
+
+class Images(Callback):
+    """Log an image of 256 x 256 pixels every `every` steps."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.image = torch.rand(3, 256, 256, generator=torch.Generator().manual_seed(0))
+
+    def on_step_end(self, state: TrainState, result: StepResult) -> None:
+        if state.step % self.every == 0:
+            self.context.log("noise", Image(self.image))
 
 
 def top3(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -112,7 +125,8 @@ def main(name: str, out: Path, quick: bool) -> None:
     }
     if name == "gpt":
         settings[AVERAGED] = {"callbacks": [ExponentialMovingAverage(0.999)]}
-        # One log line in each turn.
+        # One image, and one log line, in each turn.
+        settings[IMAGED] = {"callbacks": [Images(workload.turn_steps)], "log_every_n_steps": workload.turn_steps}
         settings[TRACKED] = {"tensorboard": True, "mlflow_tracking": True, "log_every_n_steps": workload.turn_steps}
     models = {name: workload.initial_model() for name in settings}
     ours = {name: trainer(workload, data, model, **settings[name]) for name, model in models.items()}

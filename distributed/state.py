@@ -12,6 +12,7 @@ Sums = list[tuple[float, float]]  # (sum, count) of several steps, in their orde
 # The separator is a control character, which no name of a metric has.
 SEPARATOR = "\x1f"
 SUM, MAX = f"{SEPARATOR}sum", f"{SEPARATOR}max"
+RATE = f"{SEPARATOR}rate"  # it is added up and divided by the seconds of training
 # The metrics of a finished epoch by name, with its `epoch` and `step`: a row of `History`.
 EpochMetrics = Mapping[str, Any]
 # Takes an event of a run for the display, such as {"kind": "warning", "text": ...}.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from distributed.callbacks import AVERAGED_WEIGHTS, GRADIENTS, Callback
+from distributed.callbacks import AVERAGED_WEIGHTS, COUNTS, GRADIENTS, SAMPLES, Callback
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
@@ -106,6 +106,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
     refuses_callbacks: ClassVar[Refusals] = {
         GRADIENTS: "its engine does not show them: use a torch backend",
         AVERAGED_WEIGHTS: "its engine keeps none: use a torch backend",
+        SAMPLES: "its engine draws numbers that a sample would change: use a torch backend",
+        COUNTS: "its engine does not count: use a torch backend",
     }
     # Why this engine does not train several models with an optimizer each, and what to use instead; empty if it does.
     refuses_several: ClassVar[str] = "it trains one model: use backend 'pytorch-ddp', 'fsdp' or 'ray'"

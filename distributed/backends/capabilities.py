@@ -11,7 +11,7 @@ from typing import Any
 
 from distributed.backends import backend_class
 from distributed.backends.effects import needs_of
-from distributed.callbacks import AVERAGED_WEIGHTS, GRADIENTS
+from distributed.callbacks import NEEDS
 from distributed.config.fields import rules
 from distributed.config.registry import (
     REGISTRY,
@@ -24,7 +24,7 @@ from distributed.config.settings import GROUPS, DistributedConfig, group_options
 
 SEVERAL = "several processes"  # key of the refusal of backends that run one process only
 MODELS = "several models"  # key of the refusal of backends that train one model with one optimizer
-NO_SETTINGS = (SEVERAL, MODELS, GRADIENTS, AVERAGED_WEIGHTS)  # keys of refusals that are no settings
+NO_SETTINGS = (SEVERAL, MODELS, *NEEDS)  # keys of refusals that are no settings
 _OF_GPUS = ("device=cuda", "num_gpus", "gpus_per_node")  # settings that ask for GPUs
 _OF_NODES = ("num_nodes", "node_rank", "min_nodes", "min_nproc_per_node")  # settings that ask for several processes
 

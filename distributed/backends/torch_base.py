@@ -97,10 +97,12 @@ class TorchBackend(Backend[OptionsT]):
         import torch
 
         from distributed.backends._torch.generators import OwnGenerators
+        from distributed.backends._torch.recomputing import is_recomputing
 
         self.torch = torch
         self.world = self._join()
         self.context = self.world.context
+        self.logged.is_repeated = is_recomputing
         self.device = torch.device(self.context.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -264,7 +266,8 @@ class TorchBackend(Backend[OptionsT]):
             self.observer.see(update_batch.micro_batches[0])
         for parameter in self.update.parameters:  # the same as Optimizer.zero_grad, and 20 us faster
             parameter.grad = None
-        losses = self.passes.run(update_batch)
+        passes = self.observer.counter or self.passes
+        losses = passes.run(update_batch)
         assert self._averages is not None
         result = self._averages.of_training(update_batch.micro_batches, losses, update_batch)
         self.wrapper.exchange()
@@ -355,13 +358,16 @@ class TorchBackend(Backend[OptionsT]):
         # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter):
         # with gloo, 1 process of 8 aborts at exit while a DDP wrapper with its reducer's threads is alive.
         self.wrapper.release()
+        self.observer.counter = None
         self.wrapped = self.plain
         self._is_training = None
         if hasattr(self, "update"):  # unset if `prepare` failed before
             self.update.forget()
+            self.kind.thaw()
         gc.collect()
 
     def rewrap(self) -> None:
+        self.kind.freeze()
         self._check_trainable()
         self._is_new_wrapper = True
         self.wrapped = self.wrapper.wrap(self.plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,12 +12,15 @@ from distributed.errors import ConfigError
 
 if TYPE_CHECKING:
     from distributed.config.settings import DistributedConfig
-    from distributed.state import StepResult, TrainState
+    from distributed.state import StepResult, TrainState, WorkerContext
 
 
 # What a callback may need of a backend. The values name it in messages and in the table of `distributed backends`.
 GRADIENTS = "gradients in hooks"
 AVERAGED_WEIGHTS = "averaged weights"
+SAMPLES = "samples in hooks"
+COUNTS = "counted updates"
+NEEDS = (GRADIENTS, AVERAGED_WEIGHTS, SAMPLES, COUNTS)
 
 
 class AveragedWeights(Protocol):
@@ -38,6 +42,54 @@ class AveragedWeights(Protocol):
 
     def hide(self) -> None:
         """Let the model have the trained weights again."""
+
+
+class Observed(Protocol):
+    """What the engine shows of the model and of its updates. Every rank calls every method."""
+
+    @property
+    def cuts_weights(self) -> bool:
+        """Whether a rank holds pieces of the parameters, so that it cannot run the model by itself."""
+
+    def sampling(self, seed: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
+        """Return a block in which the model may be called, in evaluation mode, without gradients and with numbers drawn from `seed`.
+
+        The block yields a function that moves tensors to the model's device and element type. Averaged weights are used if there
+        are some. Training goes on as if the block had not run. Entering the block is a collective. With sharded weights each
+        forward in it is one too.
+        """
+
+    def count_updates(self, *, counts_flops: bool) -> None:
+        """From the next update on, keep `counted`. `counts_flops` says whether to count the FLOPs of the first of them."""
+
+    @property
+    def counted(self) -> Counted:
+        """What was counted of the newest update."""
+
+    @property
+    def computes_in(self) -> str:
+        """The element type of matrix products: "bfloat16", "float16", "float32" or "float64"."""
+
+    @property
+    def device_name(self) -> str:
+        """The name of this rank's GPU, such as "NVIDIA H100 80GB HBM3", or "" on a CPU."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What was counted of an update.
+
+    Attributes:
+        num_samples: the samples of this rank.
+        num_tokens: the tokens of this rank, or 0 if the batch holds none.
+        flops_per_sample: the FLOPs of the first counted update over all ranks, divided by its samples. 0 if not counted.
+        flops_per_token: the same divided by its tokens. 0 if not counted, or without tokens.
+    """
+
+    num_samples: int = 0
+    num_tokens: int = 0
+    flops_per_sample: float = 0.0
+    flops_per_token: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +117,11 @@ class FitContext:
             backend only; other backends have none.
         averaged_weights: a second set of weights. Only callbacks with `AVERAGED_WEIGHTS` in `needs` may use it.
         log: `log(name, value, reduce="mean", on_every_rank=False)`, the same as `Trainer.log`.
+        log_rate: `log_rate(name, amount)` logs the sum of the amounts of all ranks, per second of training, with the next log line.
+            Call it in `on_step_end`.
+        worker: the rank, the world size and the device of this process.
+        observer: what the engine shows of the model and of its updates. Only callbacks with `SAMPLES` or `COUNTS` in `needs` may
+            use it.
     """
 
     model: Any
@@ -79,6 +136,9 @@ class FitContext:
     named_parameters: Callable[[], list[tuple[str, Any]]]
     averaged_weights: AveragedWeights
     log: Callable[..., None]
+    log_rate: Callable[[str, Any], None]
+    worker: WorkerContext
+    observer: Observed
 
 
 class Callback:
@@ -92,8 +152,8 @@ class Callback:
     saved, and on resume every rank gets it.
 
     Attributes:
-        needs: what the callback needs of the backend: `GRADIENTS`, `AVERAGED_WEIGHTS`, or both. A backend without it refuses
-            the callback before training. A callback that overrides `on_before_update` needs `GRADIENTS` in any case.
+        needs: what the callback needs of the backend: some of `NEEDS`. A backend without it refuses the callback before
+            training. A callback that overrides `on_before_update` needs `GRADIENTS` in any case.
     """
 
     needs: ClassVar[tuple[str, ...]] = ()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from distributed.loggers.media import Audio, Figure, Image, Table, Text
+    from distributed.callbacks.media import Audio, Figure, Image, Table, Text
 
 __all__ = ["Audio", "Figure", "Image", "Table", "Text", "mlflow_run_id"]
 
@@ -16,7 +16,7 @@ __all__ = ["Audio", "Figure", "Image", "Table", "Text", "mlflow_run_id"]
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'distributed.loggers' has no attribute {name!r}")
-    return getattr(importlib.import_module("distributed.loggers.media"), name)
+    return getattr(importlib.import_module("distributed.callbacks.media"), name)
 
 
 def mlflow_run_id(run_dir: str | os.PathLike[str]) -> str | None:

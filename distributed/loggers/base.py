@@ -61,6 +61,7 @@ class LoggedFit:
     updates_per_epoch: int | None
     is_worker: bool  # whether a launcher started this process
     loggers: Sequence[Logger]  # those that the user passed as objects
+    callbacks: Sequence[Callback]  # those of the user
     # Function that sends an event such as {"kind": "warning", "text": ...} to the display.
     on_event: OnEvent
 

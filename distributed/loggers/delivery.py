@@ -21,6 +21,7 @@ from typing import Any
 
 from distributed.callbacks import Callback
 from distributed.checkpoints.durable import replace_text
+from distributed.errors import ConfigError
 from distributed.loggers.base import LoggedFit, Tracker, ValueTracker, hyperparameters
 from distributed.loggers.logger import LoggedRun, Logger
 from distributed.loggers.plugins import named_loggers
@@ -195,9 +196,8 @@ class Delivered(ValueTracker):
         self._fit, self._name = fit, name
         run_dir = fit.run.path.absolute()
         directory = run_dir / "loggers"
-        directory.mkdir(exist_ok=True)
         self._spool = Spool(directory / f"{name}.jsonl")
-        entries = self._spool.open()
+        entries = self._opened()
         self._logged = last_steps(entries)  # metric -> the last step that was logged, also in an earlier attempt
         self._media = {entry["path"] for entry in entries if entry["kind"] == "media"}
         run = LoggedRun("", run_dir.name, run_dir, hyperparameters(fit), fit.state.step)
@@ -206,6 +206,18 @@ class Delivered(ValueTracker):
         self._is_losing = False
         self._put({"kind": "start"})
         self._courier.start()
+
+    def _opened(self) -> list[dict[str, Any]]:
+        """Open the queue and return its entries. Raises ConfigError if it cannot be written."""
+        path = self._spool.path
+        try:
+            path.parent.mkdir(exist_ok=True)
+            return self._spool.open()
+        except OSError as error:
+            raise ConfigError(
+                f"{path}, the queue of the logger {self._name}, cannot be written ({error.strerror}): free some space, or name another"
+                " run directory with --run-dir"
+            ) from None
 
     def record_media(self, state: TrainState, media: LoggedMedia) -> None:
         if media.path not in self._media:

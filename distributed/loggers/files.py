@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -120,6 +121,17 @@ class MediaFiles(JsonLines):
             return bool(json.loads(line)["step"] <= state.step)
         except (ValueError, KeyError, TypeError):  # an incomplete line
             return False
+
+
+def media_at(path: Path, step: int) -> dict[tuple[str, int], int]:
+    """Return (full name, step) -> number of media, of those of `step` in the file media.jsonl."""
+    found: Counter[tuple[str, int]] = Counter()
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # an incomplete line
+            row = json.loads(line)
+            if row["step"] == step:
+                found[row["name"] if "rank" not in row else f"{row['name']}/rank_{row['rank']}", step] += 1
+    return dict(found)
 
 
 def _is_before(line: bytes, state: TrainState) -> bool:

@@ -1,4 +1,4 @@
-"""Histograms of weights and gradients for TensorBoard, once per epoch.
+"""Histograms of weights and gradients for TensorBoard, once per epoch or every few updates.
 
 Every rank takes part in the computation, because some engines split tensors over the ranks.
 """
@@ -9,9 +9,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from distributed.callbacks import Callback
+from distributed.callbacks import Callback, GradientHistogram
 from distributed.loggers.base import LoggedFit
-from distributed.state import TrainState
+from distributed.state import StepResult, TrainState
 
 if TYPE_CHECKING:
     from distributed.loggers.tensorboard import TensorBoard
@@ -26,11 +26,25 @@ class Histograms(Callback):
 
     def __init__(self, fit: LoggedFit, writer: TensorBoard | None) -> None:
         self._backend, self._writer = fit.backend, writer
+        self._asking = [each for each in fit.callbacks if isinstance(each, GradientHistogram)]
+        of_epochs = [each for each in self._asking if each.every_n_steps is None]
+        self._is_each_epoch = fit.merged.config.tensorboard_histograms or bool(of_epochs)
 
     def on_train_start(self, state: TrainState) -> None:
         self._backend.observer.keep_gradients()
 
+    def on_step_end(self, state: TrainState, result: StepResult) -> None:
+        if self._is_due(state):
+            self._compute(state)
+
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
+        if self._is_each_epoch and not self._is_due(state):
+            self._compute(state)
+
+    def _is_due(self, state: TrainState) -> bool:
+        return any(each.is_due(state.step) for each in self._asking)
+
+    def _compute(self, state: TrainState) -> None:
         """Compute the histograms. If tensors are split over the ranks, this is a collective. Every rank must call it."""
         is_cut = self._backend.observer.cuts_weights and self._backend.world.context.world_size > 1
         if self._writer is None and not is_cut:

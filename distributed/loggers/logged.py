@@ -6,17 +6,18 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from distributed.callbacks.media import Media
 from distributed.errors import ConfigError, nearest
-from distributed.loggers.media import Media
 from distributed.metrics.monitor import PREFIX, check_names
-from distributed.state import MAX, SEPARATOR, SUM, LoggedMedia, StepResult
+from distributed.state import MAX, RATE, SEPARATOR, SUM, LoggedMedia, StepResult
 
 Average = tuple[str, Any, float, float]  # as in `StepResult`
 _REDUCTIONS = ("mean", "sum", "max")
+_PER_SECOND = "per second"  # the reduction of `log_rate`, which `log` does not take
 # Prefixes of names that loggers use themselves.
 _TAKEN = (PREFIX, "best_", "time/", "train/", "val/", "logged/", "media/", "weights/", "gradients/")
 _LONGEST = 180  # letters of a name in a file name
@@ -39,6 +40,9 @@ class Logged:
     def __init__(self) -> None:
         # The samples of the micro-batch whose step runs, None outside of a step. With 0 nothing is kept.
         self.num_samples: int | None = None
+        self.is_repeated: Callable[[], bool] = lambda: (
+            False
+        )  # whether the code that logs runs a second time, set by the engine
         self._refusal: str | None = None
         self._pending: list[Average] = []
         self._reductions: dict[str, str] = {}  # of each name that was logged
@@ -46,12 +50,23 @@ class Logged:
         self._rank, self._taken = 0, frozenset[str]()
         self._takes_media = False
         self._media: list[_Held] = []
-        self._numbers: Counter[tuple[str, int]] = Counter()  # media of each name and step
+        self._numbers: Counter[tuple[str, int]] = Counter()  # media of each full name and step
 
-    def begin(self, rank: int, taken: Iterable[str], *, takes_media: bool = False) -> None:
-        """Begin a fit on `rank` in which the names `taken` are those of metrics. Media are dropped unless it `takes_media`."""
+    def begin(
+        self,
+        rank: int,
+        taken: Iterable[str],
+        *,
+        takes_media: bool = False,
+        earlier: Mapping[tuple[str, int], int] | None = None,
+    ) -> None:
+        """Begin a fit on `rank` in which the names `taken` are those of metrics.
+
+        Media are dropped unless it `takes_media`. `earlier` has the numbers of media that an earlier fit of the run has recorded, by
+        full name and step.
+        """
         self.num_samples, self._pending, self._reductions = None, [], {}
-        self._media, self._numbers = [], Counter()
+        self._media, self._numbers = [], Counter(earlier)
         self._rank, self._taken, self._takes_media = rank, frozenset(taken), takes_media
 
     @contextlib.contextmanager
@@ -85,7 +100,7 @@ class Logged:
             raise ConfigError(f"log({name!r}, ...) {self._refusal}")
         if self._reductions.get(name) != reduce:
             self._check(name, reduce)
-        if self.num_samples == 0:  # a sample that is run again counts elsewhere
+        if self.num_samples == 0 or self.is_repeated():  # a sample that is run again counts elsewhere
             return
         if isinstance(value, Media):
             self._hold(name, value, reduce, on_every_rank)
@@ -99,10 +114,17 @@ class Logged:
         else:
             self._pending.append((key + (SUM if reduce == "sum" else MAX), number, 1.0, 1.0))
 
-    def attach(self, result: StepResult, step: int | None = None) -> None:
-        """Move the values into `result`, and note `step` for media without a step, if it is given.
+    def log_rate(self, name: str, amount: Any) -> None:
+        """Keep an amount of this rank, to be logged per second of training, as `FitContext.log_rate` says."""
+        if self._reductions.get(name) != _PER_SECOND:
+            self._check(name, _PER_SECOND, (_PER_SECOND,))
+        self._reductions[name] = _PER_SECOND
+        self._pending.append((name + RATE, _number(name, amount), 1.0, 1.0))
 
-        Raises ConfigError if the step reports a metric of the same name.
+    def attach(self, result: StepResult, step: int | None = None) -> None:
+        """Move the values into `result`, that of update `step` or of no update.
+
+        Raises ConfigError if the step reports a metric of the same name, or if there is a rate but no update.
         """
         for held in self._media:
             held.step = step if held.step is None else held.step
@@ -111,6 +133,8 @@ class Logged:
         reported = set() if is_more else {name for name, *_ in result.averages}
         for name, *average in pending:
             plain, _, _ = name.partition(SEPARATOR)
+            if step is None and name.endswith(RATE):
+                raise ConfigError(f"log_rate({plain!r}, ...) was called outside of an update: call it in on_step_end")
             if plain in reported:
                 raise ConfigError(f"log({plain!r}, ...) has the name of a metric of the same step: rename one of them")
             # The sums of a step are added up, so each value of which the largest is wanted has a name of its own.
@@ -137,8 +161,9 @@ class Logged:
             self._media.append(_Held(name, held, self._rank if on_every_rank else None))
 
     def _encoded(self, held: _Held, step: int) -> LoggedMedia:
-        number = self._numbers[held.name, step]
-        self._numbers[held.name, step] += 1
+        key = (held.name if held.rank is None else f"{held.name}/rank_{held.rank}", step)
+        number = self._numbers[key]
+        self._numbers[key] += 1
         words = [quote(held.name, safe=""), f"{step:08d}"]
         words += ([] if held.rank is None else [f"rank_{held.rank}"]) + ([f"{number + 1}"] if number else [])
         path = f"media/{'-'.join(words)}.{held.media.suffix}"
@@ -169,14 +194,13 @@ class Logged:
         yield
         self._pending = before + self._pending
 
-    def _check(self, name: str, reduce: str) -> None:
+    def _check(self, name: str, reduce: str, known: tuple[str, ...] = _REDUCTIONS) -> None:
         """Raise ConfigError for a name or a reduction that cannot be logged."""
         if not isinstance(name, str) or not name.strip() or not name.isprintable():
             raise ConfigError(f"log({name!r}, ...) needs a name in words: write log('codebook_usage', value)")
-        if reduce not in _REDUCTIONS:
+        if reduce not in known:
             raise ConfigError(
-                f"log({name!r}, reduce={reduce!r}) is not a way to reduce{nearest(str(reduce), _REDUCTIONS)}: choose one of"
-                f" {', '.join(_REDUCTIONS)}"
+                f"log({name!r}, reduce={reduce!r}) is not a way to reduce{nearest(str(reduce), known)}: choose one of {', '.join(known)}"
             )
         check_names([name])
         if name in self._taken or name.startswith(_TAKEN):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.callbacks import Counted
 from distributed.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -85,3 +87,23 @@ class Observer:
         Every rank creates one. Return None if the engine has no profiler.
         """
         return None
+
+    # What `distributed.callbacks.base.Observed` says. Adapters that refuse the callbacks that need it do not override it.
+
+    def sampling(self, seed: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
+        raise TrainingError("this engine draws no samples in hooks")
+
+    def count_updates(self, *, counts_flops: bool) -> None:
+        raise TrainingError("this engine does not count updates")
+
+    @property
+    def counted(self) -> Counted:
+        return Counted()
+
+    @property
+    def computes_in(self) -> str:
+        return ""
+
+    @property
+    def device_name(self) -> str:
+        return ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ class LoggerEntry:
         make: `(LoggedFit) -> list[Callback]`, the loggers of this process. All ranks call it.
         is_on: `(MergedConfig) -> bool`; "" for a logger that is always on. The fields marked * are called only if it is on.
         check: `(MergedConfig) -> None`, raises ConfigError for settings that are wrong or have no effect.
+        check_callbacks: `(MergedConfig, callbacks) -> None`, raises ConfigError for a callback that needs this logger while it is off.
         check_library: * `(MergedConfig) -> None`, raises ResourceError if a library is missing. Imports nothing heavy.
         check_directory: * `(MergedConfig) -> None`, raises ConfigError if a directory that the user set cannot be written.
         environ_of_workers: * `(MergedConfig) -> dict`, the variables by which the workers of a `fit` continue the log that is open
@@ -46,6 +47,7 @@ class LoggerEntry:
     make: str
     is_on: str = ""
     check: str = ""
+    check_callbacks: str = ""
     check_library: str = ""
     check_directory: str = ""
     environ_of_workers: str = ""
@@ -71,7 +73,8 @@ LOGGERS: list[LoggerEntry] = [
     LoggerEntry("files", "distributed.loggers.files:make"),
     LoggerEntry(
         "tensorboard", "distributed.loggers.tensorboard:make", "distributed.loggers.tensorboard:is_on",
-        check="distributed.loggers.tensorboard:check", check_library="distributed.loggers.tensorboard:check_library",
+        check="distributed.loggers.tensorboard:check", check_callbacks="distributed.loggers.tensorboard:check_callbacks",
+        check_library="distributed.loggers.tensorboard:check_library",
         check_directory="distributed.loggers.tensorboard:check_directory",
     ),
     LoggerEntry(
@@ -117,6 +120,12 @@ def check(merged: MergedConfig) -> None:
     for entry in LOGGERS:
         entry.call("check", merged)
     check_libraries(merged)
+
+
+def check_callbacks(merged: MergedConfig, callbacks: Sequence[Callback]) -> None:
+    """Raise ConfigError for a callback of the user that needs a logger that is off."""
+    for entry in LOGGERS if callbacks else ():
+        entry.call("check_callbacks", merged, callbacks)
 
 
 def _check_agreement(merged: MergedConfig) -> None:

@@ -10,17 +10,17 @@ import io
 import struct
 import time
 import wave
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.callbacks import Callback
+from distributed.callbacks import Callback, GradientHistogram
+from distributed.callbacks.gpus import Gpus
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.config.merging import MergedConfig
 from distributed.errors import ConfigError, ResourceError
 from distributed.loggers.base import LoggedFit, Recorder, hyperparameters
 from distributed.loggers.event_file import EventFile, cut, files_in
-from distributed.loggers.system import Gpus
 from distributed.runs.directory import RunDirectory
 from distributed.runs.summary import was_interrupted
 from distributed.state import LoggedMedia, TrainState
@@ -29,7 +29,7 @@ INSTALL = "pip install 'distributed-trainer[tensorboard]'"
 _HPARAMS = "_hparams_/"
 _MEDIA = "media/"
 _LOGGED = "logged/"  # prefix of values that hooks have logged
-_OF_AN_EPOCH = ("weights/", "gradients/")  # prefixes of the tags that are written at the end of an epoch
+HISTOGRAMS = ("weights/", "gradients/")  # prefixes of their tags
 _SUCCESS, _FAILURE = 1, 2  # values of Status in api.proto of TensorBoard's plugin hparams
 
 
@@ -37,11 +37,15 @@ def make(fit: LoggedFit) -> list[Callback]:
     """Return the writer, on the main process only, and the histograms, which all ranks compute."""
     writer = TensorBoard(fit) if fit.context.is_main_process else None
     made: list[Callback] = [] if writer is None else [writer]
-    if fit.merged.config.tensorboard_histograms:
+    if fit.merged.config.tensorboard_histograms or _asking_for_histograms(fit.callbacks):
         from distributed.loggers.histograms import Histograms
 
         made.append(Histograms(fit, writer))
     return made
+
+
+def _asking_for_histograms(callbacks: Sequence[Callback]) -> list[GradientHistogram]:
+    return [each for each in callbacks if isinstance(each, GradientHistogram)]
 
 
 def is_on(merged: MergedConfig) -> bool:
@@ -57,6 +61,12 @@ def check(merged: MergedConfig) -> None:
     is_overruled = merged.is_overruled("tensorboard_histograms", "tensorboard")
     if merged.config.tensorboard_histograms and not is_on(merged) and not is_overruled:
         raise ConfigError("tensorboard_histograms=True has no effect without TensorBoard: set tensorboard=True too")
+
+
+def check_callbacks(merged: MergedConfig, callbacks: Sequence[Callback]) -> None:
+    """Raise ConfigError for a callback that does nothing without event files."""
+    if _asking_for_histograms(callbacks) and not is_on(merged):
+        raise ConfigError("GradientHistogram has no effect without TensorBoard: set tensorboard=True too")
 
 
 def check_library(merged: MergedConfig) -> None:
@@ -105,6 +115,13 @@ class TensorBoard(Recorder):
     def _is_kept(self, event: Any, state: TrainState) -> bool:
         """Return whether to keep an event of an earlier attempt."""
         self._has_graph = self._has_graph or event.HasField("graph_def")
+        is_histogram = bool(event.summary.value) and event.summary.value[0].tag.startswith(HISTOGRAMS)
+        if (
+            is_histogram
+            and event.step == state.step
+            and any(each.is_due(state.step) for each in _asking_for_histograms(self._fit.callbacks))
+        ):
+            return True  # it was written with the update, before any checkpoint of this step
         return _is_before(event, state)
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
@@ -241,7 +258,7 @@ def _is_before(event: Any, state: TrainState) -> bool:
         return state.has_row
     if tag.startswith(_LOGGED):
         return state.has_row or not state.log_sums
-    return not (state.samples_in_epoch if tag.startswith(_OF_AN_EPOCH) else state.log_sums)
+    return not (state.samples_in_epoch if tag.startswith(HISTOGRAMS) else state.log_sums)
 
 
 # media

@@ -32,7 +32,7 @@ SAME_EVERYWHERE = (
     "adamw", "sgd-schedule-clip-warmup", "accumulation", "accumulation-clip", "sum-count", "unreduced", "tiny-last",
     "empty-slices", "stream", "class-weights", "ignored", "epoch-schedule", "scaled-rate", "in-order", "kept", "recomputed",
     "repeatable", "left-out", "stopped-early", "stopped-by-one", "whole", "one-update", "one-clipped-update", "cut-off", "resumed",
-    "named", "named-sgd", "validation-points", "averaged", "frozen", "several", "started-from",
+    "named", "named-sgd", "validation-points", "averaged", "frozen", "sampled", "several", "started-from",
 )  # fmt: skip
 _NUMBERS = ("loss", "val_loss", "again", "predicted", "norms", "measured")
 _SEEDS = range(4)
@@ -107,6 +107,37 @@ def check_resume(ran: Ran, references: References) -> None:
         _near(ran.case("averaged-resumed").weights, ran.case("averaged").weights, 0.0, f"{ran}: resumed with averages")
     if "several" not in refused_cases(ran.adapter):
         _near(ran.case("several-resumed").weights, ran.case("several").weights, 0.0, f"{ran}: several models resumed")
+
+
+def check_samples(ran: Ran, references: References) -> None:
+    """Check that samples of the model and counted FLOPs change no bit of the weights, and equal those of one process."""
+    if "sampled" in refused_cases(ran.adapter):
+        return
+    _near(ran.case("sampled").weights, ran.case("adamw").weights, 0.0, f"{ran}: sampled")
+    found, wanted = (_samples(each) for each in (ran, references.like(ran)))
+    assert found.keys() == wanted.keys() and len(wanted) == 7, f"{ran}: samples at {sorted(found)}"
+    for step, (total, is_training) in wanted.items():
+        assert is_training == found[step][1] == "0", f"{ran}: the model was not in evaluation mode"
+        _near(
+            {"sum": float(found[step][0])},
+            {"sum": float(total)},
+            2e-9 if ran.dtype == "float64" else 1e-3,
+            f"{ran}: sample {step}",
+        )
+    flops = [_rows(each, "sampled", "metrics")[0] for each in (ran, references.like(ran))]
+    per_sample = [row["flops_per_second"] / row["samples_per_second"] for row in flops]
+    assert math.isclose(*per_sample, rel_tol=1e-9), f"{ran}: {per_sample} FLOPs per sample"
+
+
+def _samples(ran: Ran) -> dict[int, list[str]]:
+    """Return step -> words of the sample, without the prompt."""
+    run_dir = Path(ran.case("sampled").ranks[0]["run_dir"])
+    return {row["step"]: (run_dir / row["path"]).read_text().split()[2:] for row in _rows(ran, "sampled", "media")}
+
+
+def _rows(ran: Ran, case: str, name: str) -> list[dict[str, Any]]:
+    lines = (Path(ran.case(case).ranks[0]["run_dir"]) / f"{name}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def check_nan_is_left_out_everywhere(ran: Ran, references: References) -> None:
@@ -293,6 +324,7 @@ _CHECKS: dict[str, Check] = {
     "scaled rate": check_scaled_rate,
     "clipping": check_clipping,
     "resume in the middle of an epoch": check_resume,
+    "samples in hooks": check_samples,
     "nan is left out everywhere": check_nan_is_left_out_everywhere,
     "stop by one rank": check_stop_by_one,
     "bf16": check_bf16,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends.capabilities import MODELS
-from distributed.callbacks import AVERAGED_WEIGHTS, GRADIENTS
+from distributed.callbacks import AVERAGED_WEIGHTS, COUNTS, GRADIENTS, SAMPLES
 from distributed.testing.adapter import Adapter
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ NEEDS = {
     "recomputed": ("activation_checkpointing", True), "epoch-schedule": ("scheduler_interval", "epoch"), "several": (MODELS, True),
 }  # fmt: skip
 # What a callback of a case needs.
-_CALLBACK_NEEDS = {"averaged": AVERAGED_WEIGHTS, "frozen": GRADIENTS}
+_CALLBACK_NEEDS = {"averaged": (AVERAGED_WEIGHTS,), "frozen": (GRADIENTS,), "sampled": (SAMPLES, COUNTS)}
 _MARK = "DISTRIBUTED_CONFORMANCE"
 # Models this small train more slowly on several threads, and many times more slowly if other programs use the processors too.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -168,7 +168,7 @@ def refused_cases(adapter: Adapter) -> list[str]:
     Several models are torch modules.
     """
     refused = [case for case, (name, value) in NEEDS.items() if _is_refused(adapter, name, value)]
-    refused += [case for case, need in _CALLBACK_NEEDS.items() if not adapter.gives(need)]
+    refused += [case for case, needs in _CALLBACK_NEEDS.items() if not all(map(adapter.gives, needs))]
     return [*refused, "several"] if adapter.model == "keras" and "several" not in refused else refused
 
 

@@ -26,7 +26,7 @@ from distributed.metrics.monitor import (
     unknown_metric,
 )
 from distributed.runs.summary import was_interrupted
-from distributed.state import LoggedMedia, StepResult, TrainState
+from distributed.state import RATE, LoggedMedia, StepResult, TrainState
 from distributed.training.common_step import STOP, CommonStep
 from distributed.training.timing import TimeSplit
 from distributed.training.validation import Validation, add, means_of, names_in
@@ -298,6 +298,7 @@ def _collect(run: Run) -> None:
     sums = run.backend.collect(run.window)
     now = time.perf_counter()
     seconds, run.window_start = now - run.window_start, now
+    sums |= {name: [(sum(total for total, _ in sums[name]), seconds)] for name in sums if name.endswith(RATE)}
     sums["samples_per_second"] = [(float(sum(result.num_samples for result in run.window)), seconds)]
     state.train_time_s += seconds
     run.spent.total += seconds - run.saved_s

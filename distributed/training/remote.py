@@ -185,7 +185,7 @@ def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: An
     """Raise ConfigError before any worker starts for what the workers would refuse."""
     check_nodes(merged, setup.plan)
     plan_batch(merged, setup.backend.data_parallel_size, setup.backend.batch_size_of(train_data))
-    check_monitor(merged, list(sets_of(val_data)), setup.job)
+    check_monitor(merged, list(sets_of(val_data, setup.job.metrics)), setup.job)
 
 
 def _warn_of_profiler(verbose: bool) -> None:

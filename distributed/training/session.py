@@ -35,9 +35,10 @@ from distributed.launching.epochs import Caller, Epochs
 from distributed.launching.exposure import launcher_warnings
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import launched_by, link
+from distributed.loggers import registry as loggers
 from distributed.loggers.base import LoggedFit, Tracker
+from distributed.loggers.files import media_at
 from distributed.loggers.logged import receiving
-from distributed.loggers.registry import loggers_of
 from distributed.metrics.monitor import check_monitor
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
@@ -128,9 +129,10 @@ class Session:
         loader_batch_size = backend.batch_size_of(train_data)
         full_size = self.setup.full_size or backend.data_parallel_size
         planned = plan_batch(merged, backend.data_parallel_size, loader_batch_size, full_size=full_size)
-        sets = sets_of(val_data)
+        sets = sets_of(val_data, self.setup.job.metrics)
         check_monitor(merged, list(sets), self.setup.job)
         check_callbacks(backend, self.setup.callbacks)
+        loggers.check_callbacks(merged, self.setup.callbacks)
         with backend.own_generators(), contextlib.ExitStack() as leaving:
             leaving.callback(self._reporter.close)
             train = leaving.enter_context(contextlib.closing(backend.shard(train_data, planned, DataRole.TRAINING)))
@@ -150,9 +152,9 @@ class Session:
             notices = self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None)
             state, resumed = self._resume(found, store, callbacks, run)
             merged = self._limit(merged, state)
-            callbacks += loggers_of(LoggedFit(
+            callbacks += loggers.loggers_of(LoggedFit(
                 run, merged, self.setup.plan, batch, self.context, backend, state, train.updates_per_epoch,
-                self.setup.worker is not None, self.setup.loggers, self._reporter,
+                self.setup.worker is not None, self.setup.loggers, self.setup.callbacks, self._reporter,
             ))  # fmt: skip
             result = Result(run, self.setup.plan, self.context)
             fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)
@@ -182,7 +184,8 @@ class Session:
             metrics=self.setup.job.metrics, has_training_step=self.setup.job.training_step is not None,
         )  # fmt: skip
         self.backend.configure(before_update=before_update(fit.callbacks, state))
-        self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True)
+        earlier = self.files.on_main(lambda: media_at(fit.run.media, state.step))
+        self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True, earlier=earlier)
         with bound(fit.callbacks, self._context_of(fit, run)), receiving(self.backend.logged):
             self._run(fit, run, common)
         fit.stop_clock()
@@ -244,6 +247,7 @@ class Session:
             save=lambda: run.common_step.request(loop.SAVE), evaluate=lambda data: self._evaluate_in(run, data),
             notice=lambda text: self._reporter({"kind": "notice", "text": text}), num_samples=run.train.num_samples,
             named_parameters=backend.observer.named_parameters, averaged_weights=backend.averaged_weights,
+            log_rate=backend.logged.log_rate, worker=self.context, observer=backend.observer,
         )  # fmt: skip
 
     def _evaluate_in(self, run: loop.Run, data: Any) -> dict[str, float]:

@@ -218,6 +218,7 @@ def make_setup(
     check_several(setup.backend, job)
     setup.backend.check(job, here=not setup.is_fit_in_workers)
     check_callbacks(setup.backend, callbacks)
+    loggers.check_callbacks(merged, callbacks)
     return setup
 
 

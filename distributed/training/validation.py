@@ -14,24 +14,27 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import PREFIX
-from distributed.state import MAX, SEPARATOR, DataRole, MicroBatch, StepResult, Sums, UpdateBatch
+from distributed.state import MAX, RATE, SEPARATOR, DataRole, MicroBatch, StepResult, Sums, UpdateBatch
 
 _WINDOW = 256  # number of batches whose results are kept before they are summed
 
 
-def sets_of(val_data: Any) -> dict[str, Any]:
+def sets_of(val_data: Any, metrics: Iterable[str] = ()) -> dict[str, Any]:
     """Return the validation sets by the prefix of their metrics.
 
     One data set has the prefix `val_`. A dict of data sets has `val_NAME_` for each of them. A dict of arrays is one data set.
 
     Args:
         val_data: the validation data of `fit`, or None.
+        metrics: the names of the declared metrics.
 
     Raises:
-        ConfigError: `val_data` is a dict whose names or values are not those of data sets.
+        ConfigError: `val_data` is a dict whose names or values are not those of data sets, a list of data sets, or a dict with two sets
+            that would report a value under one name.
     """
     if val_data is None:
         return {}
+    _refuse_sequence(val_data)
     if not isinstance(val_data, Mapping) or (val_data and all(map(_is_array, val_data.values()))):
         return {PREFIX: val_data}
     if not val_data:
@@ -47,7 +50,40 @@ def sets_of(val_data: Any) -> dict[str, Any]:
                 f"val_data[{name!r}] is {'an array' if _is_array(data) else repr(data)}, but each value of a dict must be a"
                 " data set: give a DataLoader or a dataset, such as TensorDataset(inputs, targets)"
             )
-    return {f"{PREFIX}{name}_": data for name, data in val_data.items()}
+    sets = {f"{PREFIX}{name}_": data for name, data in val_data.items()}
+    _check_names(sets, metrics)
+    return sets
+
+
+def _refuse_sequence(val_data: Any) -> None:
+    """Raise ConfigError for a list of data sets, or of pairs (name, data set). A list of samples is one data set."""
+    if not isinstance(val_data, (list, tuple)):
+        return
+    sets = [
+        each[1] if isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) else each
+        for each in val_data
+    ]
+    names = {base.__name__ for each in sets for base in type(each).__mro__}
+    if names & {"Dataset", "DataLoader"}:
+        raise ConfigError(
+            f"val_data is a {type(val_data).__name__} of data sets, but each needs a name of its own, which its metrics get: give a dict,"
+            " {'news': data, 'web': data}"
+        )
+
+
+def _check_names(prefixes: Iterable[str], metrics: Iterable[str]) -> None:
+    """Raise ConfigError if two validation sets would report the loss or a declared metric under one name.
+
+    Names that only a `training_step` reports are checked in the first validation.
+    """
+    owners: dict[str, str] = {}
+    for prefix in prefixes:
+        for metric in dict.fromkeys(("loss", "accuracy", *metrics)):
+            if (other := owners.setdefault(f"{prefix}{metric}", prefix)) != prefix:
+                one, two = (each.removeprefix(PREFIX)[:-1] for each in (other, prefix))
+                raise ConfigError(
+                    f"the validation sets {one!r} and {two!r} both report {prefix}{metric}: give one of them another name in val_data"
+                )
 
 
 def _is_array(value: Any) -> bool:
@@ -211,6 +247,6 @@ def means_of(sums: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return name -> sum / count, or the sum or the largest value if that was asked for. A mean is NaN if the count is 0."""
     means = {}
     for name, (total, count) in sums.items():
-        plain, _, kind = name.partition(SEPARATOR)
-        means[plain] = total if kind else total / count if count else math.nan
+        is_mean = SEPARATOR not in name or name.endswith(RATE)
+        means[name.partition(SEPARATOR)[0]] = total if not is_mean else total / count if count else math.nan
     return means

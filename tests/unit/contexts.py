@@ -8,6 +8,8 @@ from typing import Any
 
 from distributed.callbacks import FitContext
 from distributed.config.settings import DistributedConfig
+from distributed.loggers.observer import Observer
+from distributed.state import WorkerContext
 
 
 def a_context(stop: Callable[[str], None] = print, config: DistributedConfig | None = None, **given: Any) -> FitContext:
@@ -16,5 +18,6 @@ def a_context(stop: Callable[[str], None] = print, config: DistributedConfig | N
         "model": None, "optimizer": None, "config": config or DistributedConfig(), "run_dir": Path("/runs/one"), "stop": stop,
         "save": lambda: None, "evaluate": lambda data: {}, "notice": lambda text: None, "num_samples": None,
         "named_parameters": list, "averaged_weights": None, "log": lambda *arguments, **named: None,
+        "log_rate": lambda name, amount: None, "worker": WorkerContext(0, 1, 0, 1, 0, "cpu"), "observer": Observer(1),
     }  # fmt: skip
     return FitContext(**{**nothing, **given})

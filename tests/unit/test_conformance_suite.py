@@ -79,7 +79,7 @@ def test_training_that_fails_is_told_without_a_traceback_of_the_suite(monkeypatc
 
 def test_cases_that_need_what_an_adapter_refuses_are_not_its_own():
     everything, keras = checks_for(Adapter("fsdp")), checks_for(Adapter("tensorflow"))
-    left_out = ("recomputed", "epoch-schedule", "several", "averaged", "frozen")
+    left_out = ("recomputed", "epoch-schedule", "several", "averaged", "frozen", "sampled")
     assert everything.keys() - keras.keys() == {f"same numbers: {case}" for case in left_out}
 
 
@@ -132,5 +132,5 @@ def test_options_decide_which_models_a_row_trains_and_what_it_refuses():
     if not tensorflow.capabilities.missing:
         assert (refused_cases(torch), refused_cases(tensorflow)) == (
             ["several"],
-            ["recomputed", "epoch-schedule", "several", "averaged", "frozen"],
+            ["recomputed", "epoch-schedule", "several", "averaged", "frozen", "sampled"],
         )

@@ -7,9 +7,13 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import TensorDataset
 
+from distributed import ConfigError, Logger, Trainer
 from distributed.checkpoints.durable import replace_text
 from distributed.loggers.files import MetricsFile
+from distributed.loggers.spool import Spool
 from distributed.state import TrainState
 
 
@@ -65,3 +69,19 @@ def test_a_small_file_is_replaced_whole_or_stays(tmp_path, disk, caplog):
     assert path.read_text() == "old"
     assert "config.yaml cannot be written: No space left on device" in caplog.text
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_a_disk_that_is_full_when_a_logger_begins_is_named(tmp_path, monkeypatch):
+    class Mine(Logger):
+        pass
+
+    def full(spool):
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Spool, "open", full)
+    data = TensorDataset(torch.zeros(2, 1), torch.zeros(2, 1))
+    with pytest.raises(
+        ConfigError, match=r"loggers/Mine\.jsonl, the queue of the logger Mine, cannot be written \(No space left"
+    ):
+        Trainer(torch.nn.Linear(1, 1), backend="single", device="cpu", loggers=[Mine()], verbose=False).fit(data)

@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed.backends.single import SingleBackend
 from distributed.backends.torch_base import NoOptions
-from distributed.callbacks import Callback
+from distributed.callbacks import Callback, SampleText, ThroughputAndMFU
+from distributed.callbacks.of_fit import bound
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.loggers.logged import log, receiving
@@ -17,6 +18,7 @@ from distributed.state import DataRole, Job, TrainState
 from distributed.training.common_step import CommonStep
 from distributed.training.loop import Run, fit
 from distributed.training.validation import _WINDOW, evaluate
+from tests.unit.contexts import a_context
 
 
 class CountReads(TorchDispatchMode):
@@ -50,6 +52,11 @@ class PerStep(Callback):
 
     def on_step_end(self, state, result):
         self.reads.append(self.counter.reads)
+
+
+def texts(model, prompts):
+    model(torch.zeros(1, 4))
+    return prompts
 
 
 class Logs(Callback):
@@ -91,7 +98,14 @@ def reads_per_step(metrics, callbacks, log_every):
             backend, backend.config, sharded(backend, 50, train=True), None, TrainState(), CommonStep(0, 1, None, "test"),
             [per_step, *callbacks], lambda: True,
         )  # fmt: skip
-        with receiving(backend.logged):
+        context = a_context(
+            model=backend.model,
+            config=backend.config,
+            log=backend.logged.log,
+            log_rate=backend.logged.log_rate,
+            observer=backend.observer,
+        )
+        with receiving(backend.logged), bound(run.callbacks, context):
             fit(run)
     counts = [0, *per_step.reads]
     return [after - before for before, after in itertools.pairwise(counts)]
@@ -103,6 +117,10 @@ def test_a_step_reads_only_what_the_nan_check_needs():
     quiet = [step for step in range(1, 50) if step % 20]
     assert {bare[step] for step in quiet} == {full[step] for step in quiet}
     assert {full[step] for step in quiet} == {2}  # is the loss finite, are the gradients
+    counted = reads_per_step(
+        {}, [ThroughputAndMFU(peak_flops=1.0), SampleText(["a"], generate=texts, every_n_steps=7)], log_every=20
+    )
+    assert {counted[step] for step in quiet} == {2}  # after the first step, which counts
     assert full[20] > 2  # the log line, which follows the hook of its step, reads: the counter sees it
 
 

@@ -117,6 +117,28 @@ def test_a_forward_pass_that_is_computed_again_logs_once():
     assert found == [20, 20]
 
 
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_forward_that_the_model_itself_recomputes_logs_once_and_gradients_may_log(is_reentrant):
+    class Logs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(1, 1)
+
+        def part(self, x):
+            log("samples", len(x), reduce="sum")
+            return self.inner(x)
+
+        def forward(self, x):
+            outputs = torch.utils.checkpoint.checkpoint(self.part, x.requires_grad_(), use_reentrant=is_reentrant)
+            if outputs.requires_grad:
+                outputs.register_hook(lambda gradient: log("gradients", 1, reduce="sum"))
+            return outputs
+
+    trainer = Trainer(Logs, backend="single", device="cpu", epochs=1, batch_size=4, verbose=False)
+    history = trainer.fit(torch.utils.data.TensorDataset(torch.ones(10, 1), torch.ones(10, 1)))
+    assert (history.rows[0]["samples"], history.rows[0]["gradients"]) == (10, 3)
+
+
 def test_a_step_that_validates_logs_a_metric_of_the_validation():
     trainer, history = trained(lambda trainer, x, loss: trainer.log("logged", x.mean()), val=DATA, batch_size=4)
     assert history.rows[0]["val_logged"] == pytest.approx(5.5)

@@ -163,6 +163,28 @@ class Kept(Logger):
         self.media.append(media)
 
 
+class AtBothEnds(Callback):
+    """Log one name at the end of a fit and at the start of the next one, which is the same step."""
+
+    def on_train_start(self, state):
+        self.context.log("note", Text(f"start at {state.step}"))
+
+    def on_train_end(self, state):
+        self.context.log("note", Text(f"end at {state.step}"))
+
+
+def test_media_of_one_name_and_step_in_two_fits_keep_their_files():
+    kept = Kept()
+    given = {"backend": "single", "device": "cpu", "batch_size": 4, "verbose": False, "callbacks": [AtBothEnds()]}
+    trainer = Trainer(lambda: torch.nn.Linear(2, 3), loggers=[kept], **given)
+    trainer.fit(DATA)
+    run_dir = Path(trainer.fit(DATA, epochs=1).run_dir)
+    texts = ["start at 0", "end at 4", "start at 4", "end at 8"]
+    found = [json.loads(line)["path"] for line in (run_dir / "media.jsonl").read_text().splitlines()]
+    assert found == [f"media/note-0000000{end}.txt" for end in ("0", "4", "4-2", "8")]
+    assert [(run_dir / path).read_text() for path in found] == texts == [each.content.decode() for each in kept.media]
+
+
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory):
     """The run directory of a fit that logs everything, and what its logger got."""

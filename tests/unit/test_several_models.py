@@ -264,17 +264,21 @@ def test_a_model_without_an_optimizer_is_a_teacher() -> None:
     modes: list[bool] = []
 
     def step(models: Any, batch: Any, update: Any) -> None:
-        modes.append(models["teacher"].training)
+        modes.append(models["teacher"].training or any(p.requires_grad for p in models["teacher"].parameters()))
         distil(models, batch, update)
 
     teacher = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    teacher[0].bias.requires_grad = False
     before = {name: value.clone().double() for name, value in teacher.state_dict().items()}
 
     trainer = trained(
         models={"teacher": teacher, "student": generator}, optimizers={"student": adam}, training_step=step
     )
 
-    assert not any(modes) and not any(parameter.requires_grad for parameter in teacher.parameters())
+    needs = [True, False, True, True]  # a gradient, as before
+    assert [parameter.requires_grad for parameter in teacher.parameters()] == needs
+    trainer.fit(data(), epochs=1)
+    assert [parameter.requires_grad for parameter in teacher.parameters()] == needs and not any(modes)
     assert all(torch.equal(value.double(), before[name]) for name, value in teacher.state_dict().items())
     assert trainer.history is not None and trainer.history.rows[-1]["loss"] < trainer.history.rows[0]["loss"]
     assert trainer.history.rows[0]["loss"] == trainer.history.rows[0]["student_loss"]

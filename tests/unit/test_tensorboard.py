@@ -14,11 +14,12 @@ import numpy
 import pytest
 
 from distributed.backends.world import OneProcess
+from distributed.callbacks import gpus
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, ResourceError
-from distributed.loggers import event_file, system, tensorboard
+from distributed.loggers import event_file, tensorboard
 from distributed.loggers.event_file import EventFile, cut, files_in
 from distributed.loggers.histograms import Histograms
 from distributed.loggers.observer import Observer
@@ -292,7 +293,9 @@ def test_a_histogram_counts_every_value_however_near_they_are(values):
     backend = types.SimpleNamespace(observer=observer, world=OneProcess(CONTEXT))
     written = []
     writer = types.SimpleNamespace(write=lambda values, step: written.extend(values))
-    Histograms(types.SimpleNamespace(backend=backend), writer).on_epoch_end(TrainState(), {})
+    settings = types.SimpleNamespace(config=types.SimpleNamespace(tensorboard_histograms=True))
+    fit = types.SimpleNamespace(backend=backend, callbacks=[], merged=settings)
+    Histograms(fit, writer).on_epoch_end(TrainState(), {})
 
     (found,) = [value.histo for value in written]
     edges = list(found.bucket_limit)
@@ -329,12 +332,12 @@ class Nvml:
 class TestGpus(Nvml):
     def test_the_gpus_of_this_nodes_workers_are_read_in_their_order(self, driver, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b,0")
-        gpus = system.Gpus(WorkerContext(4, 6, 0, 2, 2, "cuda:0"))
-        assert gpus.read() == {"gpu/memory_gib_0": 3.0, "gpu/memory_gib_1": 2.0, "gpu/utilization_1": 10.0}
-        assert gpus.read() == {}  # within the same second
+        found = gpus.Gpus(WorkerContext(4, 6, 0, 2, 2, "cuda:0"))
+        assert found.read() == {"gpu/memory_gib_0": 3.0, "gpu/memory_gib_1": 2.0, "gpu/utilization_1": 10.0}
+        assert found.read() == {}  # within the same second
 
     def test_on_cpus_there_are_none(self, driver):
-        assert system.Gpus(CONTEXT).read() == {}
+        assert gpus.Gpus(CONTEXT).read() == {}
 
     def test_without_a_driver_there_are_none(self, monkeypatch):
         import pynvml
@@ -343,7 +346,7 @@ class TestGpus(Nvml):
             raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
 
         monkeypatch.setattr(pynvml, "nvmlInit", fail)
-        assert system.Gpus(WorkerContext(0, 1, 0, 1, 0, "cuda:0")).read() == {}
+        assert gpus.Gpus(WorkerContext(0, 1, 0, 1, 0, "cuda:0")).read() == {}
 
 
 @pytest.mark.parametrize("length", [event_file._LARGE, event_file._LARGE + 1, 3 * event_file._LARGE + 255])

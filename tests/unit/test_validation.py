@@ -292,6 +292,17 @@ def test_a_dict_names_the_sets_and_a_dict_of_arrays_is_one_set() -> None:
         assert text in str(error.value)
 
 
+def test_validation_sets_under_one_name_are_refused_before_training():
+    data = TensorDataset(torch.zeros(2, 1), torch.zeros(2, 1))
+    for several in ([data, data], [("a", data), ("a", data)], (DataLoader(data), data)):
+        with pytest.raises(ConfigError, match=r"of data sets, but each needs a name of its own.*: give a dict"):
+            sets_of(several)
+    samples = [data[0], data[1]]
+    assert sets_of(samples) == {"val_": samples}
+    with pytest.raises(ConfigError, match="sets 'a' and 'a_b' both report val_a_b_loss: give one of them another name"):
+        sets_of({"a": data, "a_b": data}, ["b_loss"])
+
+
 def test_sets_with_names_need_a_monitor_that_one_of_them_reports() -> None:
     job = Job(type("Model", (), {"parameters": None})())
 

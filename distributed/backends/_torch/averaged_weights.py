@@ -43,6 +43,10 @@ class AveragedTensors:
         if self._is_shown:
             self._exchange()
 
+    def as_validated(self) -> contextlib.AbstractContextManager[None]:
+        """Return a block in which the model has the weights of a validation: the averaged ones, if there are some."""
+        return self._shown() if self._is_used and self._has_begun else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
         """Let the model have the trained weights inside the `with` block."""
@@ -71,9 +75,11 @@ class AveragedTensors:
     def _shown(self) -> Iterator[None]:
         was_shown = self._is_shown
         self.show()
-        yield
-        if not was_shown:
-            self.hide()
+        try:
+            yield
+        finally:
+            if not was_shown:
+                self.hide()
 
     def _allocate(self) -> None:
         if not self._averaged:

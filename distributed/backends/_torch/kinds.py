@@ -47,6 +47,12 @@ class TorchKind:
     def take(self, job: Job) -> None:
         """Learn from `job` which models are trained, if there are several. Called before the module is wrapped."""
 
+    def freeze(self) -> None:
+        """Freeze the models that are not trained. Called before a further fit."""
+
+    def thaw(self) -> None:
+        """Undo what `take` and `freeze` have frozen. Called at the end of each fit."""
+
     def finish(self, example: Callable[[], Any], device: torch.device, config: DistributedConfig) -> None:
         """Build the parts of the model that need a batch to be built. Called before the module is wrapped."""
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.callbacks import Counted
 from distributed.errors import ConfigError
 from distributed.loggers.observer import Observer
 
 if TYPE_CHECKING:
+    from distributed.backends._torch.counting import Counter
     from distributed.backends.torch_base import TorchBackend
     from distributed.loggers.profiling import Profiler
     from distributed.state import MicroBatch
@@ -23,6 +26,7 @@ class TorchObserver(Observer):
         self._backend = backend
         self._kept: MicroBatch | None = None  # the batch for `graph`
         self._example: MicroBatch | None = None  # the batch for `write_program`
+        self.counter: Counter | None = None  # runs the passes of an update, if a callback counts updates
 
     def see(self, micro: MicroBatch) -> None:
         """Keep the first batch that a wrapper trains on, if the graph needs it."""
@@ -79,3 +83,31 @@ class TorchObserver(Observer):
         from distributed.backends._torch.profiler import TorchProfiler
 
         return TorchProfiler(directory, self._backend.context.rank, self._backend.device, warmup, active)
+
+    def sampling(self, seed: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
+        from distributed.backends._torch.sampling import sampling
+
+        return sampling(self._backend, seed)
+
+    def count_updates(self, *, counts_flops: bool) -> None:
+        from distributed.backends._torch.counting import Counter
+
+        self.counter = Counter(self._backend, counts_flops=counts_flops)
+
+    @property
+    def counted(self) -> Counted:
+        return super().counted if self.counter is None else self.counter.counted
+
+    @property
+    def computes_in(self) -> str:
+        own = self._backend
+        kinds = {"bf16": "bfloat16", "fp16": "float16"}
+        if own.mixed_precision in kinds:
+            return kinds[own.mixed_precision]
+        largest = max(own.plain.parameters(), key=lambda parameter: parameter.numel())
+        return str(largest.dtype).removeprefix("torch.")
+
+    @property
+    def device_name(self) -> str:
+        own = self._backend
+        return own.torch.cuda.get_device_name(own.device) if own.device.type == "cuda" else ""

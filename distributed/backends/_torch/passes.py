@@ -5,7 +5,6 @@ Every micro-batch is weighted by its share of the update's true count.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,6 @@ class Passes:
         self._world, self._device, self._wrapper = backend.world, backend.device, backend.wrapper
         self._num_replicas = backend.data_parallel_size
         self._is_plain = backend.mixed_precision == "no"
-        self._recomputes = backend.config.activation_checkpointing
         self.dtype = torch.float64 if backend.config.dtype == "float64" else None
         self._moves = self._device.type != "cpu" or self.dtype is not None
         self.is_settled = False  # whether the ranks have agreed on the form of the loss
@@ -96,8 +94,7 @@ class Passes:
             scale = replicas / update_batch.num_samples
         if is_last and loss.count is not None and items is None:
             self.start_counting([*done, loss])
-        with self.recomputing():
-            self._wrapper.backward(self._scaled(loss.value, scale))
+        self._wrapper.backward(self._scaled(loss.value, scale))
         return loss
 
     def weightless(
@@ -111,8 +108,7 @@ class Passes:
             loss.count = count
             if is_last and count is not None and items is None:
                 self.start_counting([*done, loss])
-            with self.recomputing():
-                self._wrapper.backward(torch.nan_to_num(loss.value) * 0.0)
+            self._wrapper.backward(torch.nan_to_num(loss.value) * 0.0)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -130,10 +126,6 @@ class Passes:
                 loss = self.objective(model, batch, items)
         logged.num_samples = None
         return loss
-
-    def recomputing(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for a backward pass, which runs forward passes again if activations are recomputed."""
-        return self._backend.logged.ignoring() if self._recomputes else contextlib.nullcontext()
 
     def _scaled(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
         """Return `value * scale`. A non-finite loss makes every gradient NaN, so that all ranks detect it."""

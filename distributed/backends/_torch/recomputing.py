@@ -88,6 +88,14 @@ class Recomputing:
                 self._changed.append(block)
 
 
+def is_recomputing() -> bool:
+    """Return whether this thread runs a forward pass a second time, within a backward pass.
+
+    Hooks of gradients also run within a backward pass, but without gradients of their own.
+    """
+    return torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
+
+
 def _switch_on(model: torch.nn.Module) -> bool:
     own = _switch(model, "enable")
     if own is not None:

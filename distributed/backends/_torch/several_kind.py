@@ -47,6 +47,12 @@ class SeveralKind(TorchKind):
         self._trained = [name for name in job.names if name in job.optimizer]
         self.module.train_only(self._trained)
 
+    def freeze(self) -> None:
+        self.module.freeze()
+
+    def thaw(self) -> None:
+        self.module.thaw()
+
     def precision(self, make: Callable[[], Precision]) -> SeveralPrecisions:
         return SeveralPrecisions({name: make() for name in self._trained})
 

@@ -23,13 +23,25 @@ class SeveralModels(ByName[torch.nn.Module], torch.nn.Module):
         for name, model in models.items():
             self.add_module(name, model)
         self._trained: frozenset[str] = frozenset(models)
+        self._frozen: set[str] = set()  # names of the parameters that `freeze` has frozen
 
     def train_only(self, names: Collection[str]) -> None:
         """Freeze the models that are not in `names`, and keep them in evaluation mode."""
         self._trained = frozenset(names)
-        for name, model in self.items():
-            if name not in self._trained:
-                model.requires_grad_(False)
+        self.freeze()
+
+    def freeze(self) -> None:
+        """Freeze the models that are not trained."""
+        for name, parameter in self.named_parameters():
+            if name.partition(".")[0] not in self._trained and parameter.requires_grad:
+                self._frozen.add(name)
+                parameter.requires_grad_(False)
+
+    def thaw(self) -> None:
+        """Undo `freeze`. Parameters that the user has frozen stay so."""
+        for name, parameter in self.named_parameters():
+            if name in self._frozen:
+                parameter.requires_grad_(True)
 
     def train(self, mode: bool = True) -> SeveralModels:
         """Set the mode of the models that are trained. The others are set to evaluation mode."""

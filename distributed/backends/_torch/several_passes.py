@@ -168,8 +168,7 @@ class SeveralPasses(Passes):
         else:
             value = torch.nan_to_num(loss.value) * 0.0
             loss.value = torch.zeros_like(loss.value.detach())
-        with self.recomputing():
-            self._wrapper.backward_of(member.scaled(value), member.parameters)
+        self._wrapper.backward_of(member.scaled(value), member.parameters)
 
     def _update(self, name: str, member: MemberUpdate) -> None:
         if all(parameter.grad is None for parameter in member.parameters):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy
 
 from distributed import Callback, Trainer
-from distributed.callbacks import ExponentialMovingAverage, Freeze
+from distributed.callbacks import ExponentialMovingAverage, Freeze, SampleText, ThroughputAndMFU
 from distributed.testing.jobs import overall
 
 GLOBAL, RATE = 22, 1e-2
@@ -98,6 +98,7 @@ def cases(parts: Any) -> dict[str, dict[str, Any]]:
         },
         "averaged": {**AVERAGED, **own},
         "frozen": {"callbacks": [FreezesFirst], **own, "gradient_clipping": 0.5},
+        "sampled": {"callbacks": [lambda: SampleText(["sum"], generate=parts.sampled, every_n_steps=2), ThroughputAndMFU]},
         "several": {
             "several": True, "learning_rate": None, "gradient_accumulation_steps": 2, "gradient_clipping": 0.5, "warmup_steps": 4,
             "monitor": "val_critic_loss",

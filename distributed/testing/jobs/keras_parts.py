@@ -92,6 +92,12 @@ same_weights = smooth  # the same weights in every run, whatever its seed
 counted = smooth
 
 
+def sampled(model: Any, prompts: list[str]) -> list[str]:
+    """Return the sum of the outputs for random inputs, for `SampleText`."""
+    inputs = numpy.random.randn(4, FEATURES).astype(model.dtype)
+    return [f"{float(ops.sum(model(inputs))):.9f} 0" for _ in prompts]
+
+
 # ------------------------------------------------------------------ what the engine does with them
 
 

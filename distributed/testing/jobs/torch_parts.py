@@ -129,6 +129,13 @@ def predicted_by_several(models: Any, data: TensorDataset) -> torch.Tensor:
     return outputs
 
 
+def sampled(model: torch.nn.Module, prompts: list[str]) -> list[str]:
+    """Return the sum of the outputs for random inputs, for `SampleText`."""
+    like = next(model.parameters())
+    inputs = torch.randn(4, FEATURES, dtype=torch.float64).to(like.device, like.dtype)
+    return [f"{float(model(inputs).double().sum()):.9f} {int(model.training)}" for _ in prompts]
+
+
 # ------------------------------------------------------------------ what the engine does with them
 
 

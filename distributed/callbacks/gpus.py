@@ -37,6 +37,18 @@ class Gpus:
             figures |= _figures(rank, handle)
         return figures
 
+    def missing(self) -> str:
+        """Return why nothing can be read, or "" if something can."""
+        if not self._number:
+            return "this run uses no GPUs"
+        if self._handles is None:
+            self._handles = self._opened()
+        return (
+            ""
+            if self._handles
+            else "NVIDIA's library tells nothing about the GPUs; pip install nvidia-ml-py installs its Python package"
+        )
+
     def close(self) -> None:
         if self._handles:
             import pynvml
