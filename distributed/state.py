@@ -33,6 +33,10 @@ class Job:
     training_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()  # the names of several models, or () for one model
+    collate_fn: Callable[[Any], Any] | None = None  # samples -> a batch, or None: as the loader or the data set says
+    processing_class: Any = None  # the tokenizer or the processor of the data, or None
+    predict_with_generate: bool = False  # whether metrics get what model.generate() returns
+    generation_config: Any = None  # its configuration, or None for that of the model
     # Where the first weights come from (see `checkpoints.weights`), or None for those of `model`.
     init_from: str | None = None
 

@@ -25,6 +25,7 @@ from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, Updat
 
 if TYPE_CHECKING:
     from distributed.backends._torch.averages import Averages
+    from distributed.backends._torch.collating import Reading
     from distributed.backends._torch.passes import Passes
     from distributed.backends._torch.several_update import SeveralUpdate
     from distributed.backends._torch.update import Update
@@ -68,6 +69,7 @@ class TorchBackend(Backend[OptionsT]):
     measured: Measured
     passes: Passes
     update: Update | SeveralUpdate
+    _reading: Reading  # how samples become batches, set by `setup`
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -96,6 +98,7 @@ class TorchBackend(Backend[OptionsT]):
     def setup(self) -> WorkerContext:
         import torch
 
+        from distributed.backends._torch.collating import Reading
         from distributed.backends._torch.generators import OwnGenerators
 
         self.torch = torch
@@ -105,6 +108,8 @@ class TorchBackend(Backend[OptionsT]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.generators = OwnGenerators(self.device)
+        options: DataOptions = self.config.options("data")
+        self._reading = Reading.of(self.job, removes_columns=options.remove_unused_columns)
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -127,7 +132,7 @@ class TorchBackend(Backend[OptionsT]):
 
         sharded = shard(
             data, batch=batch, context=self.context, config=self.config, options=self.config.options("data"), role=role,
-            reduce=self.world.reduce,
+            reduce=self.world.reduce, reading=self._reading,
         )  # fmt: skip
         self._first_data = self._first_data or sharded
         return sharded
@@ -143,6 +148,7 @@ class TorchBackend(Backend[OptionsT]):
         if job.names:
             self.wrapper = self._wrapper_of_several()
         self.plain = self.wrapper.build(job.model)
+        self._reading.columns.read(self.plain, notices.append)
         self.kind = kind_of(self.plain, self.context)
         self._check_model(self.kind.model, here=True)
         self.kind.take(job)

@@ -65,6 +65,7 @@ class FitContext:
             backend only; other backends have none.
         averaged_weights: a second set of weights. Only callbacks with `AVERAGED_WEIGHTS` in `needs` may use it.
         log: `log(name, value, reduce="mean", on_every_rank=False)`, the same as `Trainer.log`.
+        processing_class: the tokenizer or the processor that `Trainer` was given, or None.
     """
 
     model: Any
@@ -79,6 +80,7 @@ class FitContext:
     named_parameters: Callable[[], list[tuple[str, Any]]]
     averaged_weights: AveragedWeights
     log: Callable[..., None]
+    processing_class: Any = None
 
 
 class Callback:

@@ -138,7 +138,8 @@ _HUGGING_FACE = {
     ),
     **_same(_WEIGHTS, "model_name_or_path", "pretrained", "pretrained_model_name_or_path", "init_checkpoint", "from_pretrained"),
     **_same(_NO_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
-    **_same(_MODEL, "neftune_noise_alpha", "remove_unused_columns", "label_names"),
+    **_same(_MODEL, "neftune_noise_alpha", "label_names"),
+    "remove_unused_columns": "use {data.remove_unused_columns}",
     **_same(_NO_TPU, "tpu_num_cores", "tpu_name"),
 }  # fmt: skip
 
