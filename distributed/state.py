@@ -145,6 +145,7 @@ class TrainState:
     epoch: int = 0  # epochs finished
     samples_in_epoch: int = 0  # the data cursor: number of global samples of the current epoch that were used
     samples_seen: int = 0
+    cursor: dict[str, Any] | None = None  # where a stream stands, see `ShardedData.cursor`
     stop_reason: str | None = None  # why training ended early: "max_steps", "early_stopping", "signal 15", ...
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest value of every metric
     best: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -60,6 +60,16 @@ class ShardedData(abc.ABC):
         Every rank gets the same number of update batches.
         """
 
+    def cursor(self) -> dict[str, Any] | None:
+        """Return where the data set stands after the newest update batch, JSON-able, for `seek`. Not a collective.
+
+        Return None if it does not tell. A resume then reads the used samples again and drops them.
+        """
+        return None
+
+    def seek(self, cursor: Mapping[str, Any] | None) -> None:
+        """Let the next `epoch` begin at `cursor`, if it is of the same epoch and sample. Not a collective."""
+
     def close(self) -> None:
         """Stop the worker processes of the loader."""
 
