@@ -24,7 +24,7 @@ from distributed.runs.history import History
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
 from distributed.training.fits import Fits
-from distributed.training.processing import processing_arguments
+from distributed.training.processing import metrics_of_texts, processing_arguments
 from distributed.training.setup import make_setup
 from distributed.training.several import several_job
 from distributed.training.trial import current
@@ -68,6 +68,10 @@ class Trainer:
             pads nothing.
         collate_fn: makes a batch of a list of samples, such as a data collator of transformers. A DataLoader with a
             `collate_fn` of its own contradicts it.
+        predict_with_generate: whether metrics get what `model.generate()` returns for the inputs of each validation batch. A
+            metric is then a function `(ids, labels)` of all samples, which are on the main process, `[samples, length]`
+            each: ids without the prompt, and labels padded with -100. It is not computed in training.
+        generation_config: a GenerationConfig of transformers, or a dict whose entries replace those of the model's.
         settings: fields of DistributedConfig, or the options of a backend: `ddp={"bucket_cap_mb": 50}`.
 
     Raises:
@@ -96,6 +100,8 @@ class Trainer:
         tokenizer: Any = None,
         processing_class: Any = None,
         collate_fn: Callable[[Any], Any] | None = None,
+        predict_with_generate: bool = False,
+        generation_config: Any = None,
         **settings: Any,
     ) -> None:
         objects, names = _split_loggers(loggers)
@@ -110,7 +116,11 @@ class Trainer:
         _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
         _check_callbacks(callbacks)
         declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}
-        processing = processing_arguments(tokenizer, processing_class, collate_fn, False, None)
+        if predict_with_generate:
+            declared = metrics_of_texts(declared)
+        processing = processing_arguments(
+            tokenizer, processing_class, collate_fn, predict_with_generate, generation_config
+        )
         if models is not None:
             of_one = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loss_fn": loss_fn}
             job = several_job(models, optimizers, schedulers, training_step, declared, of_one_model=of_one)

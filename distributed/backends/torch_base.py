@@ -26,6 +26,7 @@ from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, Updat
 if TYPE_CHECKING:
     from distributed.backends._torch.averages import Averages
     from distributed.backends._torch.collating import Reading
+    from distributed.backends._torch.generating import Generation
     from distributed.backends._torch.passes import Passes
     from distributed.backends._torch.several_update import SeveralUpdate
     from distributed.backends._torch.update import Update
@@ -77,6 +78,7 @@ class TorchBackend(Backend[OptionsT]):
         self.wrapper = Wrapper(self)
         self.wrapped: Any = None  # module to call in training, set by `prepare`
         self._averages: Averages | None = None
+        self._generation: Generation | None = None  # set by `prepare` for `predict_with_generate`
         self._is_training: bool | None = None
         self._is_new_wrapper = False
         self._first_data: ShardedData | None = None
@@ -224,11 +226,13 @@ class TorchBackend(Backend[OptionsT]):
     def _prepare_losses(self, job: Job) -> None:
         """Build the objects that compute losses and metrics from batches."""
         from distributed.backends._torch.averages import Averages
+        from distributed.backends._torch.generating import Generation
         from distributed.backends._torch.over_all import ENGINE
         from distributed.backends.over_all import Wholes
 
         if isinstance(job.loss_fn, self.torch.nn.Module):  # a loss may have tensors, such as class weights
             job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
+        self._generation = Generation(self, job) if job.predict_with_generate else None
         objective = self.kind.objective(job, self._notice)
         self.passes = self.kind.passes(self, objective)
         options: DataOptions = self.config.options("data")
@@ -302,7 +306,10 @@ class TorchBackend(Backend[OptionsT]):
             self.logged.num_samples = micro.num_samples
             with self.precision.autocast():
                 # Evaluate the unwrapped model, because a wrapper may broadcast buffers.
-                loss = self.passes.objective(self.plain, self.passes.move(micro.batch))
+                batch = self.passes.move(micro.batch)
+                loss = self.passes.objective(self.plain, batch)
+                if self._generation is not None:
+                    loss = self._generation.replace(loss, batch)
             self.logged.num_samples = None
             return self._averages.of_evaluation(micro, loss)
 

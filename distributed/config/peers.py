@@ -117,7 +117,7 @@ _HUGGING_FACE = {
     **_same("use {checkpoint_every_n_steps}", "save_steps", "checkpointing_steps", "save_every", "save_freq"),
     "eval_on_start": "use {validate_at_start}",
     **_same(_VALIDATION, "eval_steps", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_every", "eval_delay"),
-    **_same(_METHOD, "do_train", "do_eval", "do_predict", "predict_with_generate"),
+    **_same(_METHOD, "do_train", "do_eval", "do_predict"),
     "optim": "use {optimizer}",
     "adafactor": "use {optimizer=adafactor}",
     **_same("use {betas}", "adam_beta1", "adam_beta2"),

@@ -162,7 +162,9 @@ def _update(found: _Translation) -> None:
     settings = found.settings
     betas = (found.take("adam_beta1"), found.take("adam_beta2"))
     if name not in _OPTIMIZERS:
-        found.refuse("optim", f"has no counterpart: use one of {', '.join(_OPTIMIZERS)}, or pass Trainer(optimizer=...)")
+        found.refuse(
+            "optim", f"has no counterpart: use one of {', '.join(_OPTIMIZERS)}, or pass Trainer(optimizer=...)"
+        )
     else:
         settings["optimizer"] = _OPTIMIZERS[name]
         if settings["optimizer"] == "adamw":
@@ -192,7 +194,8 @@ def _schedule(found: _Translation) -> None:
     warmup = found.steps("warmup_steps") or found.steps("warmup_ratio")
     if name not in _SCHEDULES:
         found.refuse(
-            "lr_scheduler_type", f"has no counterpart: use one of {', '.join(_SCHEDULES)}, or pass Trainer(scheduler=...)"
+            "lr_scheduler_type",
+            f"has no counterpart: use one of {', '.join(_SCHEDULES)}, or pass Trainer(scheduler=...)",
         )
         return
     found.settings["scheduler"] = _SCHEDULES[name]
@@ -203,7 +206,9 @@ def _schedule(found: _Translation) -> None:
     for argument, (ours, default) in _OF_SCHEDULES.get(name, {}).items():
         found.settings[ours] = given.pop(argument, default)
     if given:
-        found.refuse("lr_scheduler_kwargs", f"has {', '.join(given)}, which has no counterpart: pass Trainer(scheduler=...)")
+        found.refuse(
+            "lr_scheduler_kwargs", f"has {', '.join(given)}, which has no counterpart: pass Trainer(scheduler=...)"
+        )
 
 
 def _validation(found: _Translation) -> None:
@@ -220,7 +225,9 @@ def _validation(found: _Translation) -> None:
     metric, is_greater = found.take("metric_for_best_model"), found.take("greater_is_better")
     if metric is not None:
         found.settings["monitor"] = f"val_{metric.removeprefix('eval_')}"
-        found.settings["monitor_mode"] = "max" if (is_greater if is_greater is not None else "loss" not in metric) else "min"
+        found.settings["monitor_mode"] = (
+            "max" if (is_greater if is_greater is not None else "loss" not in metric) else "min"
+        )
     if is_best:
         found.settings["keep_best"] = True
         found.notices.append(
@@ -247,7 +254,9 @@ def _loggers(found: _Translation) -> None:
     names = [given] if isinstance(given, str) else list(given or ())
     ours = [name for name in names if name in ("tensorboard", "mlflow", "wandb")]
     if others := [name for name in names if name not in (*ours, "none")]:
-        found.refuse("report_to", f"has {', '.join(others)}: use tensorboard, mlflow or wandb, or pass Trainer(loggers=[...])")
+        found.refuse(
+            "report_to", f"has {', '.join(others)}: use tensorboard, mlflow or wandb, or pass Trainer(loggers=[...])"
+        )
     if ours:
         found.settings["loggers"] = ",".join(ours)
     if found.take("disable_tqdm"):
@@ -292,7 +301,10 @@ def _accelerator(found: _Translation) -> None:
     if least := options.pop("min_num_params", 0):
         found.settings["fsdp.min_num_params"] = least
     if others := [name for name, value in options.items() if value]:
-        found.refuse("fsdp_config", f"sets {', '.join(others)}, which has no counterpart: use the group fsdp of DistributedConfig")
+        found.refuse(
+            "fsdp_config",
+            f"sets {', '.join(others)}, which has no counterpart: use the group fsdp of DistributedConfig",
+        )
 
 
 _PARTS: tuple[Callable[[_Translation], None], ...] = (

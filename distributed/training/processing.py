@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from distributed.errors import ConfigError
+from distributed.metrics.over_all import OverAll, has_state, over_all
 
 
 def processing_arguments(
@@ -40,4 +43,24 @@ def processing_arguments(
         "collate_fn": collate_fn,
         "predict_with_generate": predict_with_generate,
         "generation_config": generation_config,
+    }
+
+
+def metrics_of_texts(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return metrics that get the generated ids and the labels of all samples, in evaluation only.
+
+    Raises:
+        ConfigError: a metric is an object that is updated batch by batch.
+    """
+    for name, metric in metrics.items():
+        if has_state(metric):
+            raise ConfigError(
+                f"metrics[{name!r}] is a {type(metric).__name__}, which is updated in training too, where nothing is generated:"
+                " pass a function (ids, labels) with predict_with_generate=True"
+            )
+    return {
+        name: dataclasses.replace(metric, training=False)
+        if isinstance(metric, OverAll)
+        else over_all(metric, training=False)
+        for name, metric in metrics.items()
     }

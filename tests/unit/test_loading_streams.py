@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -328,7 +329,7 @@ def test_a_stream_that_tells_its_position_continues_there_at_any_number_of_proce
             return [values(update.micro_batches[0].batch) for update in part.epoch(1, 16)]
 
         parts = on_ranks(world, resumed)
-        assert rest and [sorted(sum(each, [])) for each in zip(*parts, strict=True)] == list(map(sorted, rest)), before
+        assert rest and [sorted(itertools.chain(*each)) for each in zip(*parts, strict=True)] == list(map(sorted, rest)), before
         if isinstance(made[0], Told):
             assert [each.read for each in made] == [24] * world  # and not 40
 

@@ -42,7 +42,10 @@ def test_the_defaults_are_those_of_transformers_and_not_ours() -> None:
         ({"max_steps": 70}, {"max_steps": 70, "epochs": 1 << 30}),
         ({"warmup_steps": 10}, {"warmup_steps": 10}),
         ({"warmup_steps": 0.1, "max_steps": 71}, {"warmup_steps": 8}),
-        ({"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3}, {"scheduler": "constant", "warmup_steps": 3}),
+        (
+            {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 3},
+            {"scheduler": "constant", "warmup_steps": 3},
+        ),
         (
             {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 3.0}},
             {"scheduler": "polynomial", "scheduler_power": 3.0, "min_learning_rate": 1e-7},
@@ -81,7 +84,9 @@ def test_an_argument_becomes_the_setting_of_the_same_meaning(given: Any, setting
 
 def test_no_clipping_stays_no_clipping_and_a_fraction_needs_the_number_of_updates() -> None:
     assert "gradient_clipping" not in translated(max_grad_norm=0)
-    with pytest.raises(ConfigError, match=r"warmup_steps=0.1 is a fraction of the updates of the run: pass num_training_steps"):
+    with pytest.raises(
+        ConfigError, match=r"warmup_steps=0.1 is a fraction of the updates of the run: pass num_training_steps"
+    ):
         translated(warmup_steps=0.1)
     given = arguments(warmup_steps=0.1)
     assert DistributedConfig.from_training_arguments(given, num_training_steps=200).warmup_steps == 20

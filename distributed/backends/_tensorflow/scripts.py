@@ -23,6 +23,8 @@ def refuse_torch(job: Job, words: str) -> None:
 def refuse_reading(job: Job, words: str) -> None:
     """Raise ConfigError for arguments that say how torch data becomes batches."""
     given = {"collate_fn": job.collate_fn, "processing_class": job.processing_class}
+    if job.predict_with_generate:
+        raise ConfigError(f"predict_with_generate=True needs torch models, but {words} trains Keras models: drop it")
     for name, value in given.items():
         if value is not None:
             raise ConfigError(
