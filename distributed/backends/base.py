@@ -60,10 +60,11 @@ class ShardedData(abc.ABC):
         Every rank gets the same number of update batches.
         """
 
-    def cursor(self) -> dict[str, Any] | None:
-        """Return where the data set stands after the newest update batch, JSON-able, for `seek`. Not a collective.
+    def cursor(self, samples: int) -> dict[str, Any] | None:
+        """Return where the data set stands after `samples` of the epoch, JSON-able, for `seek`. Not a collective.
 
-        Return None if it does not tell. A resume then reads the used samples again and drops them.
+        The last update batch may have been read and not used. Return None if the data set does not tell. A resume then reads
+        the used samples again and drops them.
         """
         return None
 

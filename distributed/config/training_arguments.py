@@ -109,7 +109,7 @@ class _Translation:
 
     def steps(self, name: str) -> int | None:
         """Return a number of updates, which may be given as a fraction of those of the run."""
-        value = self.take(name)
+        value: float | None = self.take(name)
         if not value or value >= 1:
             return int(value) if value else None
         if self.total is None:

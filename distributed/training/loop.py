@@ -511,7 +511,8 @@ def save(run: Run) -> None:
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()
-    run.state.cursor = run.train.cursor() if run.state.samples_in_epoch else None
+    samples = run.state.samples_in_epoch
+    run.state.cursor = run.train.cursor(samples) if samples else None
     is_saved = run.write_checkpoint()
     _record_pending(run)  # of on_checkpoint
     seconds = time.perf_counter() - began

@@ -159,6 +159,47 @@ def test_batches_are_the_same_samples_at_any_number_of_processes() -> None:
         assert joined == [row[row > 0].tolist() for row in one["input_ids"]]
 
 
+class Recorded(torch.nn.Linear):
+    """A linear layer that remembers its inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.seen: list[float] = []
+
+    def forward(self, x: Any) -> Any:
+        self.seen += x.flatten().tolist()
+        return super().forward(x[:, None])
+
+
+def test_a_resumed_run_continues_a_stream_within_its_epoch(tmp_path: Any) -> None:
+    read: list[int] = []
+
+    def row(each: Any) -> Any:
+        read.append(int(each["x"]))
+        return {"x": float(each["x"]), "y": float(each["x"])}
+
+    def fit(**settings: Any) -> tuple[list[float], list[int], Any]:
+        stream = datasets.Dataset.from_dict({"x": list(range(24))}).to_iterable_dataset(num_shards=3).map(row)
+        torch.manual_seed(1)
+        model = Recorded()
+        loss = torch.nn.functional.mse_loss
+        trainer = Trainer(
+            model, training_step=lambda model, batch: loss(model(batch["x"])[:, 0], batch["y"]), batch_size=4, device="cpu",
+            learning_rate=0.01, epochs=2, verbose=False, **settings,
+        )  # fmt: skip
+        read.clear()
+        trainer.fit(stream)
+        return model.seen, list(read), model.weight.detach().clone()
+
+    whole, _, wanted = fit(checkpoint_dir=str(tmp_path / "whole"))
+    first, _, _ = fit(checkpoint_dir=str(tmp_path / "cut"), max_steps=8)
+    assert whole[: len(first)] == first and len(first) == 32
+    (newest,) = (tmp_path / "cut").rglob("step-00000008")
+    rest, used, weight = fit(checkpoint_dir=str(tmp_path / "more"), resume_from_checkpoint=str(newest))
+    assert rest == whole[32:] and torch.equal(weight, wanted)
+    assert used == [int(each) for each in rest]  # nothing is read twice
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -35,7 +35,8 @@ class Generation:
 
     def __init__(self, backend: TorchBackend[Any], job: Job) -> None:
         """Read the configuration. Raises ConfigError if the model does not generate or the configuration is wrong."""
-        self._backend, self._model = backend, backend.plain
+        self._backend: TorchBackend[Any] = backend
+        self._model: Any = backend.plain
         if not callable(getattr(self._model, "generate", None)):
             kind = type(self._model).__name__
             raise ConfigError(

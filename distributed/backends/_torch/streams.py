@@ -87,9 +87,9 @@ class StreamData(ShardedData):
         _finish(self._running)
         self._running = None
 
-    def cursor(self) -> dict[str, Any] | None:
-        """Return where the stream stands, if it can tell."""
-        return self._position.cursor()
+    def cursor(self, samples: int) -> dict[str, Any] | None:
+        """Return where the stream stands after `samples`, if it can tell."""
+        return self._position.cursor(samples)
 
     def seek(self, cursor: Mapping[str, Any] | None) -> None:
         """Let the next `epoch` begin at `cursor` without reading the used samples again."""
@@ -113,6 +113,7 @@ class StreamData(ShardedData):
             position += len(samples)
             self._position.reached = position
             yield update_batch
+            self._position.mark()
         if position == 0 and not self._is_local:
             kind = type(self._source.dataset).__name__
             raise ConfigError(f"{self._source.name}: {kind} yields no batch: give it samples")
@@ -170,6 +171,7 @@ class StreamPosition:
         self._dataset = dataset
         self._randomness: sample_rng.OwnStream | None = None
         self._epoch = self.reached = 0
+        self._marked: tuple[int, Any] = (-1, None)  # (samples, state) before the newest update batch
         self.sought: Mapping[str, Any] | None = None  # the cursor at which the next epoch begins
 
     def begin(self, epoch: int, skip: int, randomness: sample_rng.OwnStream) -> bool:
@@ -182,16 +184,21 @@ class StreamPosition:
             self._dataset.load_state_dict(copy.deepcopy(sought["state"]))
         return is_there
 
-    def cursor(self) -> dict[str, Any] | None:
-        """Return the cursor after the samples that were read, or None if the stream cannot continue from one."""
+    def mark(self) -> None:
+        """Keep the state before one more update batch is read, because training may end without it."""
+        if self._is_told:
+            self._marked = self.reached, copy.deepcopy(self._dataset.state_dict())
+
+    def cursor(self, samples: int) -> dict[str, Any] | None:
+        """Return the cursor after `samples`, or None if the stream cannot continue from one."""
         if not self._is_told or self._randomness is None or self._randomness.has_drawn:
             return None
-        state = self._dataset.state_dict()
+        reached, state = (samples, self._dataset.state_dict()) if samples == self.reached else self._marked
         try:
             json.dumps(state)
         except (TypeError, ValueError):
             return None
-        return {"epoch": self._epoch, "samples": self.reached, "state": copy.deepcopy(state)}
+        return {"epoch": self._epoch, "samples": samples, "state": copy.deepcopy(state)} if reached == samples else None
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:

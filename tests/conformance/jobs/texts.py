@@ -32,7 +32,7 @@ def tokenizer_of_words():
 def rows(tokenizer, count):
     texts = [" ".join(WORDS[3 + (i * k) % 13] for k in range(1, 2 + i % 4)) for i in range(count)]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    return datasets.Dataset.from_dict({"text": texts, "input_ids": ids, "labels": [each[::-1] + [1] for each in ids]})
+    return datasets.Dataset.from_dict({"text": texts, "input_ids": ids, "labels": [[*each[::-1], 1] for each in ids]})
 
 
 def t5():
