@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.config.peers import answer_for, with_answer
+from distributed.config.registry import REGISTRY, BackendEntry
 from distributed.errors import ConfigError
 
 _ALL = 1 << 30  # a limit that is never reached
@@ -22,9 +23,6 @@ _RENAMED: Mapping[str, str] = {
     "torch_compile": "compile",
     "eval_on_start": "validate_at_start",
     "remove_unused_columns": "data.remove_unused_columns",
-    "ddp_find_unused_parameters": "ddp.find_unused_parameters",
-    "ddp_bucket_cap_mb": "ddp.bucket_cap_mb",
-    "ddp_static_graph": "ddp.static_graph",
     "ddp_backend": "communication_backend",
     "resume_from_checkpoint": "resume_from_checkpoint",
 }
@@ -277,34 +275,41 @@ def _processes(found: _Translation) -> None:
     elif order not in (None, "random"):
         found.refuse("train_sampling_strategy", "has no counterpart: pass a DataLoader with a batch_sampler")
     _accelerator(found)
-    if config := found.take("deepspeed"):
-        found.settings |= {"backend": "deepspeed", "deepspeed.deepspeed_config": config}
+    for entry in REGISTRY.values():
+        _backend(found, entry)
 
 
 def _accelerator(found: _Translation) -> None:
-    """Refuse what differs from the defaults of Accelerate, and translate FSDP."""
+    """Refuse what differs from the defaults of Accelerate."""
     config = found.take("accelerator_config")
     values = vars(config) if config is not None and not isinstance(config, Mapping) else config or {}
     usual = {"even_batches": True, "use_seedable_sampler": True}
     if changed := [name for name, value in values.items() if value not in (None, False) and usual.get(name) != value]:
         found.refuse("accelerator_config", f"sets {', '.join(changed)}, which has no counterpart: drop it")
-    fsdp, options = found.take("fsdp"), dict(found.take("fsdp_config") or {})
-    if not fsdp:
+
+
+def _backend(found: _Translation, entry: BackendEntry) -> None:
+    """Choose the backend of `entry`, with its options, if an argument asks for it."""
+    for name, option in entry.training_options.items():
+        if (value := found.take(name)) is not None:
+            found.settings[f"{entry.group}.{option}"] = value
+    known = entry.training_arguments
+    values = {name: found.take(name) for name in dict.fromkeys(each.partition(".")[0] for each in known)}
+    if not any(values[name] for name in known if "." not in name):
         return
-    found.settings["backend"] = "fsdp"
-    names = {"reshard_after_forward": "reshard_after_forward", "cpu_offload": "cpu_offload"}
-    for name, ours in names.items():
-        if name in options:
-            found.settings[f"fsdp.{ours}"] = bool(options.pop(name))
-    if classes := options.pop("transformer_layer_cls_to_wrap", None):
-        found.settings["fsdp.wrap_classes"] = classes if isinstance(classes, str) else ",".join(classes)
-    if least := options.pop("min_num_params", 0):
-        found.settings["fsdp.min_num_params"] = least
-    if others := [name for name, value in options.items() if value]:
-        found.refuse(
-            "fsdp_config",
-            f"sets {', '.join(others)}, which has no counterpart: use the group fsdp of DistributedConfig",
-        )
+    found.settings["backend"] = entry.name
+    for name, value in values.items():
+        options = {known[name]: value} if known.get(name) else {}
+        for key, each in value.items() if isinstance(value, Mapping) and name not in known else ():
+            if f"{name}.{key}" in known:
+                options[known[f"{name}.{key}"]] = each
+            elif each:
+                found.refuse(
+                    name, f"sets {key}, which has no counterpart: use the group {entry.group} of DistributedConfig"
+                )
+        for option, each in options.items():
+            if each not in (None, 0) or isinstance(each, bool):
+                found.settings[f"{entry.group}.{option}"] = ",".join(each) if isinstance(each, list) else each
 
 
 _PARTS: tuple[Callable[[_Translation], None], ...] = (

@@ -117,6 +117,13 @@ def test_what_cannot_be_honoured_is_refused_all_at_once() -> None:
     for name in refused:
         assert f"{name}=" in str(raised.value), name
     assert "\n" not in str(raised.value)
+    given = arguments(fsdp=True, fsdp_config={"xla": True, "xla_fsdp_settings": {"a": 1}})
+    with pytest.raises(ConfigError, match="sets xla, which has no counterpart: use the group fsdp"):
+        DistributedConfig.from_training_arguments(given)
+    given = arguments()
+    given.deepspeed = {"zero_optimization": {"stage": 2}}
+    config = DistributedConfig.from_training_arguments(given)
+    assert config.backend == "deepspeed" and config.deepspeed["deepspeed_config"] == given.deepspeed
     with pytest.raises(ConfigError, match="a dict is not TrainingArguments"):
         DistributedConfig.from_training_arguments({})
 
