@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from distributed import Callback, Trainer
+from distributed import Callback, Trainer, export
 from distributed.backends._torch.collating import Reading
 from distributed.errors import ConfigError
 from distributed.state import Job
@@ -245,5 +245,12 @@ def test_a_tokenizer_is_saved_beside_the_model(tmp_path: Any) -> None:
     assert again(TEXTS[1])["input_ids"] == tokenizer(TEXTS[1])["input_ids"]
     loaded = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved")
     assert all(torch.equal(own, model.state_dict()[name]) for name, own in loaded.state_dict().items())
+    inputs = dict(tokenizer(TEXTS[1:2], return_tensors="pt"))
+    for force in (False, True):  # a directory with the files of a tokenizer may be replaced
+        path = tmp_path / "exported"
+        export(model, None, path, format="huggingface", example=inputs, processing_class=tokenizer, force=force)
+        assert (
+            transformers.AutoTokenizer.from_pretrained(path)(TEXTS[1])["input_ids"] == inputs["input_ids"][0].tolist()
+        )
     with pytest.raises(ConfigError, match=r"a Bag has no save_pretrained\(\)"):
         Trainer(Bag(), device="cpu").save_pretrained(tmp_path / "other")
