@@ -34,6 +34,10 @@ class Job:
     training_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()  # the names of several models, or () for one model
+    collate_fn: Callable[[Any], Any] | None = None  # samples -> a batch, or None: as the loader or the data set says
+    processing_class: Any = None  # the tokenizer or the processor of the data, or None
+    predict_with_generate: bool = False  # whether metrics get what model.generate() returns
+    generation_config: Any = None  # its configuration, or None for that of the model
     # Where the first weights come from (see `checkpoints.weights`), or None for those of `model`.
     init_from: str | None = None
 
@@ -142,6 +146,7 @@ class TrainState:
     epoch: int = 0  # epochs finished
     samples_in_epoch: int = 0  # the data cursor: number of global samples of the current epoch that were used
     samples_seen: int = 0
+    cursor: dict[str, Any] | None = None  # where a stream stands, see `ShardedData.cursor`
     stop_reason: str | None = None  # why training ended early: "max_steps", "early_stopping", "signal 15", ...
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest value of every metric
     best: dict[str, float] = dataclasses.field(default_factory=dict)

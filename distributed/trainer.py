@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from distributed.runs.history import History
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
 from distributed.training.fits import Fits
+from distributed.training.processing import metrics_of_texts, processing_arguments
 from distributed.training.setup import make_setup
 from distributed.training.several import several_job
 from distributed.training.trial import current
@@ -60,6 +62,16 @@ class Trainer:
         optimizers: the optimizers of `models` by name. A model without an entry is not trained. None means that all are
             trained with the default.
         schedulers: the schedules of these optimizers by name.
+        tokenizer: a tokenizer of transformers. It pads rows that hold its inputs, unless there is a `collate_fn`, and is
+            saved beside an exported model. Callbacks get it as `context.processing_class`.
+        processing_class: the same argument by the name in transformers, also for a processor of images or audio, which
+            pads nothing.
+        collate_fn: makes a batch of a list of samples, such as a data collator of transformers. A DataLoader with a
+            `collate_fn` of its own contradicts it.
+        predict_with_generate: whether metrics get what `model.generate()` returns for the inputs of each validation batch. A
+            metric is then a function `(ids, labels)` of all samples, which are on the main process, `[samples, length]`
+            each: ids without the prompt, and labels padded with -100. It is not computed in training.
+        generation_config: a GenerationConfig of transformers, or a dict whose entries replace those of the model's.
         settings: fields of DistributedConfig, or the options of a backend: `ddp={"bucket_cap_mb": 50}`.
 
     Raises:
@@ -85,6 +97,11 @@ class Trainer:
         models: Mapping[str, Any] | None = None,
         optimizers: Mapping[str, Any] | None = None,
         schedulers: Mapping[str, Any] | None = None,
+        tokenizer: Any = None,
+        processing_class: Any = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        predict_with_generate: bool = False,
+        generation_config: Any = None,
         **settings: Any,
     ) -> None:
         objects, names = _split_loggers(loggers)
@@ -99,12 +116,18 @@ class Trainer:
         _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
         _check_callbacks(callbacks)
         declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}
+        if predict_with_generate:
+            declared = metrics_of_texts(declared)
+        processing = processing_arguments(
+            tokenizer, processing_class, collate_fn, predict_with_generate, generation_config
+        )
         if models is not None:
             of_one = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loss_fn": loss_fn}
             job = several_job(models, optimizers, schedulers, training_step, declared, of_one_model=of_one)
         else:
             _check_one_model(model, optimizers, schedulers)
             job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
+        job = dataclasses.replace(job, **processing)
         self.setup = make_setup(type(self).__name__, self._backend, job, list(callbacks), config, settings, objects)
         self._fits = Fits(self.setup, type(self))
         self.history: History | None = None
@@ -307,6 +330,26 @@ class Trainer:
             return self._fits.remote.copy_checkpoint(Path(path))
         saved: Path = self._fits.open_session().save(Path(path))
         return saved
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> Path:
+        """Save a model of transformers, and the tokenizer or processor of this trainer, into a directory.
+
+        Every rank must call it, and the main process writes. `AutoModel...from_pretrained(path)` and
+        `AutoTokenizer.from_pretrained(path)` read the directory. Of a model with PEFT adapters, the adapters are saved.
+
+        Args:
+            path: the directory. It is created if it does not exist.
+
+        Returns:
+            The path.
+
+        Raises:
+            ConfigError: the model has no `save_pretrained`.
+        """
+        refuse_address(path, "save_pretrained()")
+        self._refuse_several("save_pretrained() saves one model: call it on trainer.model[NAME]")
+        self._fits.open_session().save_pretrained(Path(path))
+        return Path(path)
 
     @contextlib.contextmanager
     def whole_model(self) -> Iterator[Any]:

@@ -60,6 +60,17 @@ class ShardedData(abc.ABC):
         Every rank gets the same number of update batches.
         """
 
+    def cursor(self, samples: int) -> dict[str, Any] | None:
+        """Return where the data set stands after `samples` of the epoch, JSON-able, for `seek`. Not a collective.
+
+        The last update batch may have been read and not used. Return None if the data set does not tell. A resume then reads
+        the used samples again and drops them.
+        """
+        return None
+
+    def seek(self, cursor: Mapping[str, Any] | None) -> None:
+        """Let the next `epoch` begin at `cursor`, if it is of the same epoch and sample. Not a collective."""
+
     def close(self) -> None:
         """Stop the worker processes of the loader."""
 
@@ -145,6 +156,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         # An `AveragedWeights`, set by `prepare` unless `refuses_callbacks` refuses it.
         self.averaged_weights: Any = None
         self.before_update: Sequence[Callable[[], None]] = ()  # called when the gradients of an update are complete
+        self.job = Job(None)  # what is trained, see `configure`
         self.run_dir: Path | None = None  # directory for an engine's own files, see `configure`
         self.observer = Observer(plan.world_size)
         self.logged = Logged()  # what the user's code logs in this process; a step sets the weight of what it logs
@@ -295,6 +307,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         run_dir: Path | None = None,
         on_event: OnEvent | None = None,
         before_update: Sequence[Callable[[], None]] | None = None,
+        job: Job | None = None,
     ) -> None:
         """Set the given values. An argument that is None changes nothing. Not a collective.
 
@@ -303,12 +316,14 @@ class Backend(abc.ABC, Generic[OptionsT]):
             run_dir: the run directory of a fit, for the engine's own files. Known before `prepare`.
             on_event: called with notices and warnings, for the display. Known before `setup`.
             before_update: called before each update of the next fit, if `refuses_callbacks` does not refuse it.
+            job: what is trained, which says how data is read. Known before `setup`.
         """
         if merged is not None:
             self.merged, self.config = merged, merged.config
         self.run_dir = run_dir or self.run_dir
         self.on_event = on_event or self.on_event
         self.before_update = self.before_update if before_update is None else before_update
+        self.job = job or self.job
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
         """Return a block in which the global random generators have the states of training. The caller's states are

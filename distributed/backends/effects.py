@@ -207,6 +207,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "profile_warmup": (PROFILE,),
     "profile_active": (PROFILE,),
     "data.presharded": (),
+    "data.remove_unused_columns": (),
 }
 
 

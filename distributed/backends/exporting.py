@@ -43,6 +43,7 @@ FORMATS: Mapping[str, Format] = {
 _OF_EXPORTS = (
     "saved_model.pb", "fingerprint.pb", "variables", "assets",
     "config.json", "generation_config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", "README.md",
+    "tokenizer*", "*_tokens*.json", "chat_template*", "vocab*", "merges.txt", "spiece.model", "*processor_config.json",
 )  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def export(
     format: str,  # noqa: A002 - the word of the command line
     example: Any = None,
     force: bool = False,
+    processing_class: Any = None,
 ) -> Exported:
     """Write `model`, in evaluation mode, to `path`. Check it by running the model and the file on the same batch.
 
@@ -87,6 +89,7 @@ def export(
         example: the inputs of one batch: a tensor, a tuple of positional arguments, or a dict of named ones. Not needed for
             "safetensors".
         force: whether to replace what is at `path`.
+        processing_class: a tokenizer or a processor, which "huggingface" saves beside the model.
 
     Raises:
         ConfigError: the format does not exist or does not hold this model. If an operator is the reason, it is named.
@@ -104,7 +107,20 @@ def export(
     loaded = None if source is None else load_weights(made, source)
     with _staged(path) as staged:
         difference, is_free = _written(made, staged, format, example)
+        if format == "huggingface" and processing_class is not None:
+            processing_class.save_pretrained(staged)
     return Exported(path, None if loaded is None else loaded.source, difference, is_free)
+
+
+def save_pretrained(model: Any, processing_class: Any, path: Path) -> None:
+    """Save a model of transformers into the directory `path`, and the tokenizer or processor beside it unless it is None."""
+    if not callable(getattr(model, "save_pretrained", None)):
+        raise ConfigError(
+            f"a {type(model).__name__} has no save_pretrained(): save its weights with trainer.save('model.safetensors')"
+        )
+    for each in (model, processing_class):
+        if each is not None:
+            each.save_pretrained(path)
 
 
 def check_format(name: str, path: Path, *, force: bool) -> None:

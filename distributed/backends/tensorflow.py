@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends._tensorflow.refusals import IN_GRAPH, REFUSES
-from distributed.backends._tensorflow.scripts import refuse_torch
+from distributed.backends._tensorflow.scripts import refuse_reading, refuse_torch
 from distributed.backends.base import Backend, Refusals, ShardedData
 from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.config.fields import setting
@@ -133,6 +133,7 @@ class TensorFlowBackend(Backend[Any]):
 
     def check(self, job: Job, *, here: bool) -> None:
         refuse_torch(job, self._words)
+        refuse_reading(job, self._words)
 
     def setup(self) -> WorkerContext:
         found = worker_environment()

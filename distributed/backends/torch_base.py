@@ -25,6 +25,8 @@ from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, Updat
 
 if TYPE_CHECKING:
     from distributed.backends._torch.averages import Averages
+    from distributed.backends._torch.collating import Reading
+    from distributed.backends._torch.generating import Generation
     from distributed.backends._torch.passes import Passes
     from distributed.backends._torch.several_update import SeveralUpdate
     from distributed.backends._torch.update import Update
@@ -68,6 +70,7 @@ class TorchBackend(Backend[OptionsT]):
     measured: Measured
     passes: Passes
     update: Update | SeveralUpdate
+    _reading: Reading  # how samples become batches, set by `setup`
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -75,6 +78,7 @@ class TorchBackend(Backend[OptionsT]):
         self.wrapper = Wrapper(self)
         self.wrapped: Any = None  # module to call in training, set by `prepare`
         self._averages: Averages | None = None
+        self._generation: Generation | None = None  # set by `prepare` for `predict_with_generate`
         self._is_training: bool | None = None
         self._is_new_wrapper = False
         self._first_data: ShardedData | None = None
@@ -96,6 +100,7 @@ class TorchBackend(Backend[OptionsT]):
     def setup(self) -> WorkerContext:
         import torch
 
+        from distributed.backends._torch.collating import Reading
         from distributed.backends._torch.generators import OwnGenerators
         from distributed.backends._torch.recomputing import is_recomputing
 
@@ -107,6 +112,8 @@ class TorchBackend(Backend[OptionsT]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.generators = OwnGenerators(self.device)
+        options: DataOptions = self.config.options("data")
+        self._reading = Reading.of(self.job, removes_columns=options.remove_unused_columns)
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -129,7 +136,7 @@ class TorchBackend(Backend[OptionsT]):
 
         sharded = shard(
             data, batch=batch, context=self.context, config=self.config, options=self.config.options("data"), role=role,
-            reduce=self.world.reduce,
+            reduce=self.world.reduce, reading=self._reading,
         )  # fmt: skip
         self._first_data = self._first_data or sharded
         return sharded
@@ -145,6 +152,7 @@ class TorchBackend(Backend[OptionsT]):
         if job.names:
             self.wrapper = self._wrapper_of_several()
         self.plain = self.wrapper.build(job.model)
+        self._reading.columns.read(self.plain, notices.append)
         self.kind = kind_of(self.plain, self.context)
         self._check_model(self.kind.model, here=True)
         self.kind.take(job)
@@ -220,11 +228,13 @@ class TorchBackend(Backend[OptionsT]):
     def _prepare_losses(self, job: Job) -> None:
         """Build the objects that compute losses and metrics from batches."""
         from distributed.backends._torch.averages import Averages
+        from distributed.backends._torch.generating import Generation
         from distributed.backends._torch.over_all import ENGINE
         from distributed.backends.over_all import Wholes
 
         if isinstance(job.loss_fn, self.torch.nn.Module):  # a loss may have tensors, such as class weights
             job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
+        self._generation = Generation(self, job) if job.predict_with_generate else None
         objective = self.kind.objective(job, self._notice)
         self.passes = self.kind.passes(self, objective)
         options: DataOptions = self.config.options("data")
@@ -299,7 +309,10 @@ class TorchBackend(Backend[OptionsT]):
             self.logged.num_samples = micro.num_samples
             with self.precision.autocast():
                 # Evaluate the unwrapped model, because a wrapper may broadcast buffers.
-                loss = self.passes.objective(self.plain, self.passes.move(micro.batch))
+                batch = self.passes.move(micro.batch)
+                loss = self.passes.objective(self.plain, batch)
+                if self._generation is not None:
+                    loss = self._generation.replace(loss, batch)
             self.logged.num_samples = None
             return self._averages.of_evaluation(micro, loss)
 

@@ -122,6 +122,7 @@ class FitContext:
         worker: the rank, the world size and the device of this process.
         observer: what the engine shows of the model and of its updates. Only callbacks with `SAMPLES` or `COUNTS` in `needs` may
             use it.
+        processing_class: the tokenizer or the processor that `Trainer` was given, or None.
     """
 
     model: Any
@@ -139,6 +140,7 @@ class FitContext:
     log_rate: Callable[[str, Any], None]
     worker: WorkerContext
     observer: Observed
+    processing_class: Any = None
 
 
 class Callback:

@@ -83,8 +83,8 @@ def _write_weights(path: Path, checkpoint: Path, of: str) -> None:
 def _write(script: Path, arguments: Any, form: str, source: Path, path: Path, of: str, *, force: bool) -> None:
     from distributed.backends.exporting import export as export_model
 
-    with _model_and_inputs(script, arguments) as (model, inputs):
-        done = export_model(model, source, path, format=form, example=inputs, force=force)
+    with _model_and_inputs(script, arguments) as (model, inputs, processing):
+        done = export_model(model, source, path, format=form, example=inputs, force=force, processing_class=processing)
     size = sum(each.stat().st_size for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file())
     checked = "" if done.difference is None else f", outputs differ by {done.difference:.1e}"
     fixed = "" if done.takes_any_batch_size else ", for batches of the example's size only"
@@ -97,7 +97,7 @@ def _try(script: Path, form: str, arguments: list[str]) -> None:
 
     if form in FORMATS:
         check_format(form, Path(FORMATS[form].default), force=True)
-    with temporary_directory() as directory, _model_and_inputs(script, arguments) as (model, inputs):
+    with temporary_directory() as directory, _model_and_inputs(script, arguments) as (model, inputs, _):
         path = directory / (FORMATS[form].default if form in FORMATS else form)
         done = export_model(model, None, path, format=form, example=inputs)
     checked = "" if done.difference is None else f": outputs differ by {done.difference:.1e}"
@@ -105,7 +105,7 @@ def _try(script: Path, form: str, arguments: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _model_and_inputs(script: Path, arguments: Any) -> Iterator[tuple[Any, Any]]:
+def _model_and_inputs(script: Path, arguments: Any) -> Iterator[tuple[Any, Any, Any]]:
     from distributed.backends.exporting import inputs_of
     from distributed.training.capture import captured_fit
 
@@ -113,7 +113,7 @@ def _model_and_inputs(script: Path, arguments: Any) -> Iterator[tuple[Any, Any]]
     session = found.fits.open_session()
     batch = session.first_batch(found.train_data)
     with session.whole_model() as model:
-        yield model, inputs_of(model, batch)
+        yield model, inputs_of(model, batch), found.fits.setup.job.processing_class
 
 
 def _out(source: Path, out: Path | None, form: str, *, is_address: bool) -> Path:

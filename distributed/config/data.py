@@ -12,3 +12,4 @@ class DataOptions:
     """Options of the data pipeline, the group `data`."""
 
     presharded: bool = setting(False, "each rank's loader already yields only its own part of the data")
+    remove_unused_columns: bool = setting(True, "drop columns of a Hugging Face data set that the model does not take")

@@ -117,7 +117,7 @@ _HUGGING_FACE = {
     **_same("use {checkpoint_every_n_steps}", "save_steps", "checkpointing_steps", "save_every", "save_freq"),
     "eval_on_start": "use {validate_at_start}",
     **_same(_VALIDATION, "eval_steps", "eval_strategy", "evaluation_strategy", "eval_interval", "eval_every", "eval_delay"),
-    **_same(_METHOD, "do_train", "do_eval", "do_predict", "predict_with_generate"),
+    **_same(_METHOD, "do_train", "do_eval", "do_predict"),
     "optim": "use {optimizer}",
     "adafactor": "use {optimizer=adafactor}",
     **_same("use {betas}", "adam_beta1", "adam_beta2"),
@@ -138,7 +138,8 @@ _HUGGING_FACE = {
     ),
     **_same(_WEIGHTS, "model_name_or_path", "pretrained", "pretrained_model_name_or_path", "init_checkpoint", "from_pretrained"),
     **_same(_NO_HUB, "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo"),
-    **_same(_MODEL, "neftune_noise_alpha", "remove_unused_columns", "label_names"),
+    **_same(_MODEL, "neftune_noise_alpha", "label_names"),
+    "remove_unused_columns": "use {data.remove_unused_columns}",
     **_same(_NO_TPU, "tpu_num_cores", "tpu_name"),
 }  # fmt: skip
 

@@ -58,6 +58,12 @@ class BackendEntry:
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the group
     # Settings of other tools for this engine -> our counterpart, see `distributed.config.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
+    # Argument of TrainingArguments that chooses this backend -> the option that gets its value, or "". ARGUMENT.KEY is an entry of
+    # the dict of that name. See `distributed.config.training_arguments`.
+    training_arguments: Mapping[str, str] = field(default_factory=dict)
+    training_options: Mapping[str, str] = field(
+        default_factory=dict
+    )  # the same, of arguments that do not choose the backend
     for_launcher: tuple[str, ...] = ()  # options that the launcher reads. They also apply to scripts without a Trainer
     cuts_model: bool = False  # each process holds a part of each parameter, so that a larger model fits
     places_workers: bool = False  # it chooses the nodes of the workers, so one command starts those of all nodes
@@ -148,12 +154,19 @@ REGISTRY: dict[str, BackendEntry] = {
             use_store="distributed.backends._torch.worker_store:use",
             active_profiler="distributed.backends._torch.caller:active_profiler",
             picklable="distributed.backends._torch.caller:picklable", peer_errors=_TORCH_PEER_ERRORS,
+            training_options={
+                f"ddp_{name}": name for name in ("find_unused_parameters", "bucket_cap_mb", "static_graph")
+            },
         ),
         BackendEntry(
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state sharded across the processes", cuts_model=True,
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
+            training_arguments={
+                "fsdp": "", "fsdp_config.transformer_layer_cls_to_wrap": "wrap_classes", "fsdp_config.min_num_params": "min_num_params",
+                "fsdp_config.cpu_offload": "cpu_offload", "fsdp_config.reshard_after_forward": "reshard_after_forward",
+            },
             peers={
                 "fsdp_config": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
                 "fsdp_plugin": "use {backend=fsdp} with its options, such as {fsdp.wrap_classes}",
@@ -178,6 +191,7 @@ REGISTRY: dict[str, BackendEntry] = {
             ("torch", "deepspeed"), "pip install 'distributed-trainer[deepspeed]'",
             "DeepSpeed ZeRO: optimizer state, gradients and parameters sharded across the processes, by stage",
             aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
+            training_arguments={"deepspeed": "deepspeed_config"},
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),

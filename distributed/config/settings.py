@@ -192,6 +192,27 @@ class DistributedConfig:
                 f"node_rank={self.node_rank} is not below num_nodes={self.num_nodes}: number the nodes from 0"
             )
 
+    @classmethod
+    def from_training_arguments(cls, arguments: Any, *, num_training_steps: int | None = None) -> DistributedConfig:
+        """Return the settings that say the same as a `TrainingArguments` object of transformers.
+
+        Arguments that change no number of training and have no counterpart are listed in `notices`, which the start of a run
+        shows.
+
+        Args:
+            arguments: an object of `transformers.TrainingArguments` or a subclass.
+            num_training_steps: the number of updates of the run, for arguments that are a fraction of it, such as a warm-up.
+
+        Raises:
+            ConfigError: arguments that are not at their defaults cannot be honoured. The message names all of them.
+        """
+        from distributed.config.training_arguments import settings_of
+
+        settings, notices = settings_of(arguments, num_training_steps)
+        config = cls(**settings)
+        object.__setattr__(config, "_notices", (*config.notices, *notices))
+        return config
+
     def _check_ranges(self) -> None:
         """Raise ConfigError if the fewest and the most nodes or processes contradict each other."""
         for least, most in RANGES.items():

@@ -148,6 +148,7 @@ def _train_epoch(run: Run) -> bool:
     if state.samples_in_epoch and state.step % validate_every == 0 and not _validate(run):
         return False
     run.window_start, run.saved_s = time.perf_counter(), 0.0
+    run.train.seek(state.cursor)
     for update_batch in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
         if state.stop_reason is not None:  # a callback asked to stop; all ranks have agreed on this at the log line
             return False
@@ -511,6 +512,8 @@ def save(run: Run) -> None:
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()
+    samples = run.state.samples_in_epoch
+    run.state.cursor = run.train.cursor(samples) if samples else None
     is_saved = run.write_checkpoint()
     _record_pending(run)  # of on_checkpoint
     seconds = time.perf_counter() - began

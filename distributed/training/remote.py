@@ -203,6 +203,8 @@ def _arguments(setup: Setup, merged: MergedConfig) -> dict[str, Any]:
     arguments = {
         "model": job.model, "config": {**setup.layers.sweep, **setup.layers.hyperparameters}, "optimizer": job.optimizer, "scheduler": job.scheduler,
         "loss_fn": job.loss_fn, "training_step": job.training_step, "metrics": job.metrics, "callbacks": setup.callbacks,
+        "processing_class": job.processing_class, "collate_fn": job.collate_fn,
+        "predict_with_generate": job.predict_with_generate, "generation_config": job.generation_config,
         "loggers": [*(merged.config.logger_names if merged.source("loggers") == "code" else ()), *setup.loggers] or None,
     }  # fmt: skip
     if job.names:

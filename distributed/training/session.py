@@ -19,6 +19,7 @@ from typing import Any
 
 from distributed.backends.base import Backend, check_callbacks
 from distributed.backends.effects import Situation, lines_of, without_effect
+from distributed.backends.exporting import save_pretrained
 from distributed.backends.out_of_memory import is_out_of_memory, out_of_memory
 from distributed.callbacks import Callback, EarlyStopping, FitContext
 from distributed.callbacks.of_fit import before_update, bound, load_states, states
@@ -105,7 +106,7 @@ class Session:
         self.merged = setup.merged  # the settings of the newest fit, each with its source
         is_shown = setup.is_main_process and setup.request.is_shown
         self._reporter = Reporter(is_shown, setup.merged.config.verbose)
-        self.backend.configure(on_event=self._reporter)
+        self.backend.configure(on_event=self._reporter, job=setup.job)
         raise_kept()  # the script's imports may have swallowed a Ctrl-C, after which the other ranks may have left
         for text in launcher_warnings(setup.worker) if setup.is_main_process else ():
             self._reporter({"kind": "warning", "text": text})
@@ -248,6 +249,7 @@ class Session:
             notice=lambda text: self._reporter({"kind": "notice", "text": text}), num_samples=run.train.num_samples,
             named_parameters=backend.observer.named_parameters, averaged_weights=backend.averaged_weights,
             log_rate=backend.logged.log_rate, worker=self.context, observer=backend.observer,
+            processing_class=self.setup.job.processing_class,
         )  # fmt: skip
 
     def _evaluate_in(self, run: loop.Run, data: Any) -> dict[str, float]:
@@ -528,6 +530,10 @@ class Session:
         """Return the first batch of `data`, with its targets, and prepare the model for it."""
         with self.backend.own_generators(), contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded:
             return next(sharded.epoch(0)).micro_batches[0].batch
+
+    def save_pretrained(self, path: Path) -> None:
+        with self.whole_model() as model:
+            self.files.on_main(lambda: save_pretrained(model, self.setup.job.processing_class, path))
 
     def save(self, path: Path) -> Path:
         with self.backend.as_trained():

@@ -37,7 +37,10 @@ def test_every_backend_has_its_line_and_column(capsys):
 def test_no_setting_is_left_out():
     shown = {field_of(name) for name in table(all_capabilities())} | set(everywhere(all_capabilities()))
     own = {entry.group for entry in REGISTRY.values()}
-    fields = set(DistributedConfig.__dataclass_fields__) - set(GROUPS) | {"data.presharded"}
+    fields = set(DistributedConfig.__dataclass_fields__) - set(GROUPS) | {
+        "data.presharded",
+        "data.remove_unused_columns",
+    }
     assert own | {"data"} == set(GROUPS)
     assert shown - set(NO_SETTINGS) == fields
 

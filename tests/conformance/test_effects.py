@@ -46,7 +46,7 @@ OF_SUITE = {
 # Adapters read these for an error, a default or the rendezvous. TESTED names the tests of these settings.
 OF_ALL = {
     "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
-    "data.presharded", "profile",
+    "data.presharded", "data.remove_unused_columns", "profile",
     "num_nodes", "master_addr", "nproc_per_node", "min_nproc_per_node", "num_gpus", "gpus_per_node", "device", "wait",
 }  # fmt: skip
 
@@ -58,7 +58,7 @@ def read_by_adapters():
 
 def test_what_the_adapters_read_is_listed():
     # Backend.mixed_precision, config.options("data"), distributed.config.optimization
-    by_another_name = {"mixed_precision", "data.presharded", "scheduler"}
+    by_another_name = {"mixed_precision", "data.presharded", "data.remove_unused_columns", "scheduler"}
     assert read_by_adapters() | by_another_name == set(OF_SUITE) | OF_ALL
 
 

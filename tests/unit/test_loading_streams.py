@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -277,3 +278,76 @@ def test_whole_batches_keep_their_draws_to_themselves() -> None:
 def test_batches_without_tensors_have_no_size() -> None:
     with pytest.raises(ConfigError, match="a str without tensors has no batch size"):
         list(sharded(DataLoader(["words"], batch_size=None), presharded=True).epoch(0))
+
+
+class Told(Stream):
+    """A stream that knows where it stands, and counts what is read of it."""
+
+    def __init__(self, count: int, draws: bool = False) -> None:
+        super().__init__(count)
+        self.at = self.first = self.read = 0
+        self.draws = draws
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in range(self.first + 1, self.count + 1):
+            self.at = value
+            self.read += 1
+            yield value + (random.randrange(1000) * 100 if self.draws else 0)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["at"]
+
+
+def streams_of_hugging_face() -> list[Any]:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset(num_shards=4)
+    return [data, data.map(lambda row: {"x": row["x"] + 1}).filter(lambda row: row["x"] % 3), data.with_format("torch")]
+
+
+def values(batch: Any) -> list[int]:
+    return (batch["x"] if isinstance(batch, dict) else batch).tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_stream_that_tells_its_position_continues_there_at_any_number_of_processes(world: int) -> None:
+    kinds: list[Callable[[], Any]] = [lambda: Told(40), *(lambda n=n: streams_of_hugging_face()[n] for n in range(3))]
+    for make in kinds:
+        first = sharded(make(), plan(1, 8))
+        updates = first.epoch(1)
+        before = [values(next(updates).micro_batches[0].batch) for _ in range(2)]
+        cursor = first.cursor(16)
+        assert cursor is not None and (cursor["epoch"], cursor["samples"]) == (1, 16)
+        rest = [values(update.micro_batches[0].batch) for update in updates]
+        made: list[Any] = []
+
+        def resumed(rank: int, reduce: Any, make: Any = make, made: Any = made, cursor: Any = cursor) -> list[Any]:
+            made.append(make())
+            part = sharded(made[-1], plan(world, 8 // world), rank, reduce)
+            part.seek(cursor)
+            return [values(update.micro_batches[0].batch) for update in part.epoch(1, 16)]
+
+        parts = on_ranks(world, resumed)
+        assert rest and [sorted(itertools.chain(*each)) for each in zip(*parts, strict=True)] == list(
+            map(sorted, rest)
+        ), before
+        if isinstance(made[0], Told):
+            assert [each.read for each in made] == [24] * world  # and not 40
+
+
+def test_a_stream_whose_state_is_not_all_of_it_is_read_again() -> None:
+    datasets = pytest.importorskip("datasets")
+    buffered = datasets.Dataset.from_dict({"x": list(range(40))}).to_iterable_dataset().shuffle(seed=1, buffer_size=8)
+    for data in (Told(40, draws=True), buffered, buffered.map(lambda row: row), Stream(40)):
+        part = sharded(data, plan(1, 8))
+        next(part.epoch(0))
+        assert part.cursor(8) is None
+
+
+def test_a_position_of_another_sample_is_not_used() -> None:
+    data = Told(40)
+    part = sharded(data, plan(1, 8))
+    part.seek({"epoch": 0, "samples": 16, "state": {"at": 16}})
+    assert values(next(part.epoch(0, 8)).micro_batches[0].batch) == list(range(9, 17))

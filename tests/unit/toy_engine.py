@@ -65,6 +65,7 @@ class ToyBackend(Backend[ToyOptions]):
         "nan_policy": "this engine stops: drop it",
         "init_from": "this engine begins at zero: drop it",
         "data.presharded": "there is one process: drop it",
+        "data.remove_unused_columns": "it reads arrays: drop it",
     }
     _step = 0  # updates that were made
 

@@ -20,6 +20,18 @@ def refuse_torch(job: Job, words: str) -> None:
             raise ConfigError(f"the {name} is a torch object ({kind}), but {words} trains Keras models: {_FIX}")
 
 
+def refuse_reading(job: Job, words: str) -> None:
+    """Raise ConfigError for arguments that say how torch data becomes batches."""
+    given = {"collate_fn": job.collate_fn, "processing_class": job.processing_class}
+    if job.predict_with_generate:
+        raise ConfigError(f"predict_with_generate=True needs torch models, but {words} trains Keras models: drop it")
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigError(
+                f"{name} makes batches for torch models, but {words} trains Keras models: batch the data in a tf.data.Dataset"
+            )
+
+
 def refuse_torch_script(script: Path) -> None:
     """Raise ConfigError if a script and the files beside it that it imports use torch.nn and import neither Keras nor
     TensorFlow."""

@@ -13,6 +13,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from distributed.backends._torch.collating import PLAIN, Reading
 from distributed.backends._torch.fetching import Fetcher, indexed_tensors
 from distributed.backends._torch.sources import (
     Reduce,
@@ -50,13 +51,15 @@ def shard(
     options: DataOptions,
     role: DataRole,
     reduce: Reduce,
+    reading: Reading = PLAIN,
 ) -> ShardedData:
     """Return this rank's part of `data`: a DataLoader, a map-style data set or an iterable.
 
     A collective if there are several ranks, because the ranks compare lengths. Raises the same ConfigError on every
     rank if `data` is none of these, is empty, lacks a required length or contradicts the settings.
     """
-    source, train = read_source(data, config, role, presharded=options.presharded), role.is_training
+    train = role.is_training
+    source = read_source(data, config, role, presharded=options.presharded, reading=reading)
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
     if options.presharded:
         local = _local(source, batch, context.rank, config.seed, train)

@@ -118,7 +118,14 @@ class OwnStream:
     def __init__(self, value: int) -> None:
         with preserved():
             seed(value)
-            self._own = save()
+            self._own = self._first = save()
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the code has drawn random numbers, or may have."""
+        with preserved():
+            restore(self._own)
+            return bool(drawn(self._first))
 
     def __enter__(self) -> None:
         self._outer = save()

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 
 from distributed.backends._torch import sample_rng
+from distributed.backends._torch.collating import PLAIN, Reading
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
 from distributed.backends.forms import fault_of, is_array, is_mapping_of_arrays
 from distributed.config.settings import DistributedConfig
@@ -81,25 +82,39 @@ def loader_batch_size(data: Any) -> int | None:
     return data.batch_size
 
 
-def read_source(data: Any, config: DistributedConfig, role: DataRole, *, presharded: bool) -> Source:
-    """Return the parts of `data`. Raises ConfigError if it is not data or its settings contradict the configuration."""
+def read_source(
+    data: Any, config: DistributedConfig, role: DataRole, *, presharded: bool, reading: Reading = PLAIN
+) -> Source:
+    """Return the parts of `data`, whose samples become batches as `reading` says.
+
+    Raises ConfigError if it is not data or its settings contradict the configuration.
+    """
     name, train = role.value, role.is_training
     loader = data if isinstance(data, DataLoader) else None
     has_own_collate = loader is not None and loader.collate_fn is not default_collate
-    _check_type(loader.dataset if loader is not None else data, role, loader is not None, has_own_collate)
+    has_own_collate = has_own_collate or reading.collate_fn is not None
+    dataset = loader.dataset if loader is not None else data
+    _check_type(dataset, role, loader is not None, has_own_collate)
+    collate = reading.collate_of(dataset, loader, name)
     if loader is None:
         wanted = not is_stream(data) if config.shuffle is None else config.shuffle
         shuffle = train and wanted
-        source = Source(name, data, default_collate, None, None, None, shuffle, False)
+        source = Source(name, data, collate, None, None, None, shuffle, False)
     else:
-        source = _read_loader(loader, name, config, train=train, presharded=presharded)
+        source = _read_loader(loader, name, config, collate, train=train, presharded=presharded)
     if train:
         _check_settings(source, config)
     return source
 
 
 def _read_loader(
-    loader: DataLoader[Any], name: str, config: DistributedConfig, *, train: bool, presharded: bool
+    loader: DataLoader[Any],
+    name: str,
+    config: DistributedConfig,
+    collate: Callable[[Any], Any],
+    *,
+    train: bool,
+    presharded: bool,
 ) -> Source:
     kind = type(loader)
     if kind.__iter__ is not DataLoader.__iter__ and not kind.__module__.startswith("torchdata."):
@@ -121,7 +136,6 @@ def _read_loader(
         _refuse_sharded(getattr(own_batches, "sampler", None), name)
     if train and config.shuffle is not None and sampler is None:
         shuffle = config.shuffle
-    collate = loader.collate_fn or default_collate
     drop_last = loader.drop_last and train
     return Source(name, loader.dataset, collate, loader, sampler, own_batches, shuffle and train, drop_last)
 

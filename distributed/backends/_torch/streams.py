@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import json
 import math
 import pickle
 import zlib
@@ -43,7 +44,7 @@ class StreamData(ShardedData):
     In the main process the stream draws from a separate generator state seeded by (seed, epoch), the same at any
     world size. Loader processes are seeded by (seed, epoch, worker) and start anew each epoch, so that they see
     `set_epoch`. Their order is that of the user's own DataLoader. A resume reads the used samples again and drops
-    them.
+    them, unless the stream can tell where it stands (`StreamPosition`).
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class StreamData(ShardedData):
         self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
         self._running: Iterator[UpdateBatch] | None = None
         self._was_read = False
+        self._position = StreamPosition(source)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
         """Return the update batches of `epoch` after `skip` global samples.
@@ -85,10 +87,21 @@ class StreamData(ShardedData):
         _finish(self._running)
         self._running = None
 
+    def cursor(self, samples: int) -> dict[str, Any] | None:
+        """Return where the stream stands after `samples`, if it can tell."""
+        return self._position.cursor(samples)
+
+    def seek(self, cursor: Mapping[str, Any] | None) -> None:
+        """Let the next `epoch` begin at `cursor` without reading the used samples again."""
+        self._position.sought = cursor
+
     def _update_batches(self, epoch: int, skip: int) -> Iterator[UpdateBatch]:
         announce_epoch(self._source.dataset, epoch)
-        stream = itertools.islice(self._samples(epoch), self.batch.max_samples or None)
-        updates = _read_in_pieces(stream, self.batch.global_batch_size, skip, self._own_stream(epoch))
+        randomness = self._own_stream(epoch)
+        used = skip if self._position.begin(epoch, skip, randomness) else 0
+        limit = self.batch.max_samples or None
+        stream = itertools.islice(self._samples(epoch), limit and max(0, limit - used))
+        updates = _read_in_pieces(stream, self.batch.global_batch_size, skip - used, randomness)
         position, is_first = skip, True
         for samples in updates:
             if is_first and self._reduce is not None:
@@ -96,8 +109,11 @@ class StreamData(ShardedData):
             if self._source.drop_last and len(samples) < self.batch.global_batch_size:
                 break
             is_first = False
-            yield self._update_batch(epoch, position, samples)
+            update_batch = self._update_batch(epoch, position, samples)
             position += len(samples)
+            self._position.reached = position
+            yield update_batch
+            self._position.mark()
         if position == 0 and not self._is_local:
             kind = type(self._source.dataset).__name__
             raise ConfigError(f"{self._source.name}: {kind} yields no batch: give it samples")
@@ -139,6 +155,65 @@ class StreamData(ShardedData):
                 f"{self._source.name}: the ranks read different streams, but each rank takes its part of the same one:"
                 " yield all samples on every rank, or set data.presharded=true"
             )
+
+
+class StreamPosition:
+    """Where a stream with `state_dict` and `load_state_dict` stands, as those of Hugging Face's `datasets` have.
+
+    Such a stream continues at once after a resume. A stream is read again from its beginning if loader processes read it, if it
+    draws random numbers from the global generators, or if its state lacks something, such as the content of a shuffle buffer.
+    """
+
+    def __init__(self, source: Source) -> None:
+        dataset = source.dataset
+        methods = (getattr(dataset, name, None) for name in ("state_dict", "load_state_dict"))
+        self._is_told = source.num_workers == 0 and all(map(callable, methods)) and not has_shuffle_buffer(dataset)
+        self._dataset = dataset
+        self._randomness: sample_rng.OwnStream | None = None
+        self._epoch = self.reached = 0
+        self._marked: tuple[int, Any] = (-1, None)  # (samples, state) before the newest update batch
+        self.sought: Mapping[str, Any] | None = None  # the cursor at which the next epoch begins
+
+    def begin(self, epoch: int, skip: int, randomness: sample_rng.OwnStream) -> bool:
+        """Begin an epoch after `skip` samples. Return whether the stream itself begins there."""
+        sought, self.sought = self.sought, None
+        self._epoch, self.reached, self._randomness = epoch, skip, randomness
+        is_there = self._is_told and sought is not None and (sought["epoch"], sought["samples"]) == (epoch, skip)
+        if is_there:
+            assert sought is not None
+            self._dataset.load_state_dict(copy.deepcopy(sought["state"]))
+        return is_there
+
+    def mark(self) -> None:
+        """Keep the state before one more update batch is read, because training may end without it."""
+        if self._is_told:
+            self._marked = self.reached, copy.deepcopy(self._dataset.state_dict())
+
+    def cursor(self, samples: int) -> dict[str, Any] | None:
+        """Return the cursor after `samples`, or None if the stream cannot continue from one."""
+        if not self._is_told or self._randomness is None or self._randomness.has_drawn:
+            return None
+        reached, state = (samples, self._dataset.state_dict()) if samples == self.reached else self._marked
+        try:
+            json.dumps(state)
+        except (TypeError, ValueError):
+            return None
+        return {"epoch": self._epoch, "samples": samples, "state": copy.deepcopy(state)} if reached == samples else None
+
+
+def has_shuffle_buffer(dataset: Any) -> bool:
+    """Return whether a stream of Hugging Face shuffles through a buffer, which its state leaves out, or may do so."""
+    if not type(dataset).__module__.startswith("datasets."):
+        return False
+    nodes = [getattr(dataset, "_ex_iterable", None)]
+    while nodes:
+        node = nodes.pop()
+        if node is None or "BufferShuffled" in type(node).__name__:
+            return True
+        inner = getattr(node, "ex_iterable", None)
+        nodes += [] if inner is None else [inner]
+        nodes += list(getattr(node, "ex_iterables", ()))
+    return False
 
 
 class WholeBatches(ShardedData):

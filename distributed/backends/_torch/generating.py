@@ -1,0 +1,106 @@
+"""Generate ids in evaluation, with `model.generate` of transformers, for metrics of texts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from distributed.backends._torch.objective import Loss
+from distributed.backends.base import TARGET_NAMES
+from distributed.data import sample_seed
+from distributed.errors import ConfigError
+from distributed.state import Job
+
+if TYPE_CHECKING:
+    from distributed.backends.torch_base import TorchBackend
+
+# Entries of a batch that tell the answer, which generate() must not get.
+_ANSWERS = {*TARGET_NAMES, "label_ids", "decoder_input_ids", "decoder_attention_mask"}
+_DEFAULT_LENGTH = 20  # of transformers, if neither the model nor the user sets a length
+_IGNORED = -100
+_SALT = 7  # of the seeds, beside those of `fetching`
+
+
+class Generation:
+    """Replace the outputs of an evaluation batch by what the model generates for its inputs.
+
+    All ranks run the same number of forwards: where the model is sharded, a rank that has finished its texts goes on until all
+    ranks have (`synced_gpus`). The random numbers of training are not used.
+    """
+
+    def __init__(self, backend: TorchBackend[Any], job: Job) -> None:
+        """Read the configuration. Raises ConfigError if the model does not generate or the configuration is wrong."""
+        self._backend: TorchBackend[Any] = backend
+        self._model: Any = backend.plain
+        if not callable(getattr(self._model, "generate", None)):
+            kind = type(self._model).__name__
+            raise ConfigError(
+                f"predict_with_generate=True needs a model with generate(), which {kind} has not: use one of transformers, such as"
+                " AutoModelForSeq2SeqLM, or drop predict_with_generate"
+            )
+        self._config = _merged(getattr(self._model, "generation_config", None), job.generation_config)
+        config = self._model.config
+        self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
+        self._pad = _first_id(
+            self._config.pad_token_id, getattr(config, "pad_token_id", None), self._config.eos_token_id
+        )
+        longest = self._config.max_new_tokens or self._config.max_length or _DEFAULT_LENGTH
+        self._length = longest + bool(self._config.max_new_tokens and self._is_encoder_decoder)
+
+    def replace(self, loss: Loss, batch: Any) -> Loss:
+        """Return `loss` with generated ids [batch, length] as outputs and the labels [batch, length] as targets. A collective."""
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                f"predict_with_generate=True needs batches that are dicts, and this one is a {type(batch).__name__}: yield dicts"
+                " with the arguments of the model"
+            )
+        target = next((name for name in ("labels", *TARGET_NAMES) if name in batch), None)
+        ids = self._generated({name: value for name, value in batch.items() if name not in _ANSWERS})
+        targets = batch[target] if target is not None else loss.targets
+        if isinstance(targets, torch.Tensor) and targets.dim() == 2:
+            targets = _filled(targets, self._length, _IGNORED)
+        return dataclasses.replace(loss, outputs=_filled(ids, self._length, self._pad), targets=targets)
+
+    def _generated(self, inputs: Mapping[str, Any]) -> torch.Tensor:
+        backend, context = self._backend, self._backend.context
+        is_cut = backend.observer.cuts_weights and context.world_size > 1
+        if callable(gather := getattr(self._model, "unshard", None)):
+            gather()  # generate() calls the encoder by itself, which fully_shard's root does not gather
+        seed = sample_seed(backend.config.seed, backend.measured.num_evaluated, context.rank, _SALT)
+        with backend.generators.untouched():
+            backend.generators.seed(seed)
+            ids: torch.Tensor = self._model.generate(**inputs, generation_config=self._config, synced_gpus=is_cut)
+        return ids if self._is_encoder_decoder else ids[:, inputs["input_ids"].shape[1] :]
+
+
+def _merged(own: Any, given: Any) -> Any:
+    """Return the configuration that the user gave, or that of the model with the user's entries."""
+    if given is not None and not isinstance(given, Mapping):
+        if not hasattr(given, "max_new_tokens"):
+            raise ConfigError(
+                f"generation_config is a {type(given).__name__}: pass a dict, {{'max_new_tokens': 32}}, or a GenerationConfig"
+            )
+        return copy.deepcopy(given)
+    from transformers import GenerationConfig
+
+    config = GenerationConfig() if own is None else copy.deepcopy(own)
+    if unknown := [name for name in given or {} if not hasattr(config, name)]:
+        raise ConfigError(f"generation_config has no {', '.join(unknown)}: see GenerationConfig of transformers")
+    config.update(**(given or {}))
+    return config
+
+
+def _first_id(*candidates: Any) -> int:
+    """Return the first token id among `candidates`, of which some are None or lists."""
+    ids = [each[0] if isinstance(each, (list, tuple)) else each for each in candidates]
+    return next((int(each) for each in ids if each is not None), 0)
+
+
+def _filled(ids: torch.Tensor, length: int, value: int) -> torch.Tensor:
+    """Return `ids` [batch, n] filled with `value` on the right up to `length`, so that batches can be joined."""
+    return F.pad(ids, (0, max(0, length - ids.shape[1])), value=value)
