@@ -65,6 +65,10 @@ class FitContext:
             backend only; other backends have none.
         averaged_weights: a second set of weights. Only callbacks with `AVERAGED_WEIGHTS` in `needs` may use it.
         log: `log(name, value, reduce="mean", on_every_rank=False)`, the same as `Trainer.log`.
+        is_main_process: whether this is rank 0.
+        updates_per_epoch: the number of updates in an epoch. None for a stream of unknown length.
+        means_of_epoch: `means_of_epoch()` returns the loss and the metrics over the training of the epoch so far. A collective:
+            every rank must call it in the same hook. It waits for the device.
     """
 
     model: Any
@@ -79,6 +83,9 @@ class FitContext:
     named_parameters: Callable[[], list[tuple[str, Any]]]
     averaged_weights: AveragedWeights
     log: Callable[..., None]
+    is_main_process: bool
+    updates_per_epoch: int | None
+    means_of_epoch: Callable[[], dict[str, float]]
 
 
 class Callback:
@@ -115,6 +122,10 @@ class Callback:
             f"{type(self).__name__} sets self.context, through which hooks reach the model and run_dir: give the attribute another name"
         )
 
+    def _state_name(self) -> str:
+        """Return the name of this callback's state in checkpoints."""
+        return type(self).__name__
+
     def _bind(self, context: FitContext | None) -> FitContext | None:
         """Set the context, and return the previous one."""
         before, self.__context = self.__context, context
@@ -122,6 +133,9 @@ class Callback:
 
     def on_train_start(self, state: TrainState) -> None:
         """Called before the first step of this attempt."""
+
+    def on_epoch_start(self, state: TrainState) -> None:
+        """Called before the first update of each epoch, and before the first update of a run that resumes inside an epoch."""
 
     def on_before_update(self, state: TrainState) -> None:
         """Called before each update: the gradients of all ranks are averaged and unscaled, and not yet clipped.

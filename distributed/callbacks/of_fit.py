@@ -57,7 +57,7 @@ def _keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """
     keyed: dict[str, Callback] = {}
     for callback in callbacks:
-        name = type(callback).__name__
-        number = 1 + sum(type(other).__name__ == name for other in keyed.values())
+        name = callback._state_name()
+        number = 1 + sum(other._state_name() == name for other in keyed.values())
         keyed[name if number == 1 else f"{name}:{number}"] = callback
     return keyed

@@ -61,6 +61,7 @@ from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import by_the_clock, stop_on_signals
 from distributed.training.setup import Setup
+from distributed.training.so_far import means_of_epoch
 from distributed.training.validation import Validation, evaluate, evaluation_batch, sets_of, shard_of
 
 _fit_numbers = itertools.count()  # numbers the fits of this process, because each needs new keys in the ranks' store
@@ -244,6 +245,8 @@ class Session:
             save=lambda: run.common_step.request(loop.SAVE), evaluate=lambda data: self._evaluate_in(run, data),
             notice=lambda text: self._reporter({"kind": "notice", "text": text}), num_samples=run.train.num_samples,
             named_parameters=backend.observer.named_parameters, averaged_weights=backend.averaged_weights,
+            is_main_process=self.context.is_main_process, updates_per_epoch=run.train.updates_per_epoch,
+            means_of_epoch=lambda: means_of_epoch(run),
         )  # fmt: skip
 
     def _evaluate_in(self, run: loop.Run, data: Any) -> dict[str, float]:

@@ -16,5 +16,6 @@ def a_context(stop: Callable[[str], None] = print, config: DistributedConfig | N
         "model": None, "optimizer": None, "config": config or DistributedConfig(), "run_dir": Path("/runs/one"), "stop": stop,
         "save": lambda: None, "evaluate": lambda data: {}, "notice": lambda text: None, "num_samples": None,
         "named_parameters": list, "averaged_weights": None, "log": lambda *arguments, **named: None,
+        "is_main_process": True, "updates_per_epoch": None, "means_of_epoch": dict,
     }  # fmt: skip
     return FitContext(**{**nothing, **given})

@@ -24,6 +24,7 @@ from torch.utils.data import (
 
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
+from distributed.backends.arrays import ArrayBatch, ArrayData, mapped
 from distributed.backends.forms import fault_of, is_array, is_mapping_of_arrays
 from distributed.config.settings import DistributedConfig
 from distributed.data import sample_seed
@@ -90,12 +91,27 @@ def read_source(data: Any, config: DistributedConfig, role: DataRole, *, preshar
     if loader is None:
         wanted = not is_stream(data) if config.shuffle is None else config.shuffle
         shuffle = train and wanted
-        source = Source(name, data, default_collate, None, None, None, shuffle, False)
+        collate = _AsTensors(config.dtype) if isinstance(data, ArrayData) else default_collate
+        source = Source(name, data, collate, None, None, None, shuffle, False)
     else:
         source = _read_loader(loader, name, config, train=train, presharded=presharded)
     if train:
         _check_settings(source, config)
     return source
+
+
+class _AsTensors:
+    """Return the batches of an ArrayData as tensors, with floats in `dtype`, as Keras's `fit` does."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = getattr(torch, dtype)
+
+    def __call__(self, batch: ArrayBatch) -> ArrayBatch:
+        return ArrayBatch(mapped(self._tensor, part) for part in batch)
+
+    def _tensor(self, leaf: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(leaf)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def _read_loader(
