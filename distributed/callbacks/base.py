@@ -122,10 +122,6 @@ class Callback:
             f"{type(self).__name__} sets self.context, through which hooks reach the model and run_dir: give the attribute another name"
         )
 
-    def _state_name(self) -> str:
-        """Return the name of this callback's state in checkpoints."""
-        return type(self).__name__
-
     def _bind(self, context: FitContext | None) -> FitContext | None:
         """Set the context, and return the previous one."""
         before, self.__context = self.__context, context

@@ -89,9 +89,6 @@ class KerasCallback(Callback):
     def __repr__(self) -> str:
         return repr(self.keras)
 
-    def _state_name(self) -> str:
-        return type(self.keras).__name__
-
     # ------------------------------------------------------------------ hooks
 
     def on_train_start(self, state: TrainState) -> None:
@@ -147,7 +144,7 @@ class KerasCallback(Callback):
         was_stopped = getattr(context.model, "stop_training", False)
         getattr(self.keras, hook)(*arguments)
         if getattr(context.model, "stop_training", False) and not was_stopped:
-            context.stop(f"{self._state_name()} set stop_training")
+            context.stop(f"{type(self.keras).__name__} set stop_training")
 
     def _is(self, *names: str) -> bool:
         return any(kind in names for kind in _kinds(self.keras))

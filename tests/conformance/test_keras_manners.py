@@ -26,11 +26,7 @@ ENGINES = {  # name -> (processes, flags)
     "tensorflow-3": (3, ["tensorflow"]),
     "horovod-tensorflow-2": (2, ON_TENSORFLOW),
 }
-OTHERS = [
-    pytest.param(name, marks=() if name in ("pytorch-ddp-2", "tensorflow-1") else FULL)
-    for name in ENGINES
-    if name != "single"
-]
+OTHERS = [pytest.param(name, marks=() if name == "pytorch-ddp-2" else FULL) for name in ENGINES if name != "single"]
 pytestmark = pytest.mark.timeout(240)
 
 
@@ -52,7 +48,9 @@ def ran(tmp_path_factory, run_cli_once):
         command = ["train", "--script", JOB, "--nproc-per-node", world, "--run-dir", out / "run", "--backend", *flags]
         done = run_cli_once([*command, "--", out, *cases], timeout=200)
         assert done.returncode == 0, done.output[-3000:]
-        return {case: [json.loads((out / f"{case}-{rank}.json").read_text()) for rank in range(world)] for case in cases}
+        return {
+            case: [json.loads((out / f"{case}-{rank}.json").read_text()) for rank in range(world)] for case in cases
+        }
 
     return OnFirstUse(run)
 
@@ -61,7 +59,10 @@ def numbers(value):
     """Return the numbers in `value` by their path, without times."""
     if isinstance(value, dict):
         return {
-            f"{key}.{path}": each for key, inner in value.items() if key != "samples_per_second" for path, each in numbers(inner).items()
+            f"{key}.{path}": each
+            for key, inner in value.items()
+            if key != "samples_per_second"
+            for path, each in numbers(inner).items()
         }
     if isinstance(value, list):
         return {f"{key}.{path}": each for key, inner in enumerate(value) for path, each in numbers(inner).items()}
@@ -82,7 +83,7 @@ def test_every_engine_has_the_numbers_of_one_process(ran, name):
             assert_same(rank, ran["single"][case][0])
 
 
-@pytest.mark.parametrize("name", ["single", pytest.param("tensorflow-1")])
+@pytest.mark.parametrize("name", ["single", pytest.param("tensorflow-1", marks=FULL)])
 def test_the_numbers_are_those_of_keras(ran, name):
     ours, theirs = ran[name]["class-weight"][0], ran[name]["of-keras"][0]
     assert_same(ours["weights"], theirs["weights"])

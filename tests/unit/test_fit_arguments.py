@@ -78,6 +78,13 @@ def test_the_classes_weigh_as_in_keras() -> None:
         assert data.is_weighted and data.parts[2].tolist() == [2.0, 1.0, 0.5]
 
 
+def test_a_table_is_read_as_an_array() -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
+    data = ArrayData(table, table["a"])
+    assert data.parts[0].tolist() == [[1.0, 3.0], [2.0, 4.0]] and data[1][1] == 2.0
+
+
 class Counted(Callback):
     def __init__(self) -> None:
         self.starts = 0
@@ -166,7 +173,10 @@ def test_what_fit_does_not_take_is_one_line_with_the_fix(
             "loss_fn='cross_entrop' is not a name for torch modules (did you mean 'cross_entropy'?): choose one of"
             " cross_entropy, mse, l1, bce_with_logits, or pass a function (outputs, targets)",
         ),
-        ({"metrics": ["acuracy"]}, "metrics['acuracy']='acuracy' is not a name for torch modules (did you mean 'accuracy'?)"),
+        (
+            {"metrics": ["acuracy"]},
+            "metrics['acuracy']='acuracy' is not a name for torch modules (did you mean 'accuracy'?)",
+        ),
         ({"metrics": {"own": "mse", "loss": "mse"}}, "a metric cannot be called 'loss'"),
         ({"metrics": ["mse", "mse"]}, "metrics has two entries called 'mse': give them names"),
         ({"metrics": [lambda o, t: o]}, "metrics has a function without a name: pass a list, metrics="),

@@ -122,7 +122,12 @@ print(json.dumps(found, default=float))
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if importlib.util.find_spec("keras") is None:
         pytest.skip("keras is not installed here")
-    environ = {**os.environ, "KERAS_BACKEND": "torch", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    environ = {
+        **os.environ,
+        "KERAS_BACKEND": "torch",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], env=environ, capture_output=True, text=True, cwd=tmp_path_factory.mktemp("keras"),
         timeout=180,
@@ -135,14 +140,23 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("ModelCheckpoint", "keras.callbacks.ModelCheckpoint does not work with the Trainer's own loop: set checkpoint_frequency"),
+        (
+            "ModelCheckpoint",
+            "keras.callbacks.ModelCheckpoint does not work with the Trainer's own loop: set checkpoint_frequency",
+        ),
         ("BackupAndRestore", "set resume_from_checkpoint=True"),
         ("ReduceLROnPlateau", "set scheduler, for example scheduler='cosine'"),
-        ("LearningRateScheduler", "keras.callbacks.LearningRateScheduler does not work with the Trainer's own loop: set scheduler"),
+        (
+            "LearningRateScheduler",
+            "keras.callbacks.LearningRateScheduler does not work with the Trainer's own loop: set scheduler",
+        ),
         ("TensorBoard", "set tensorboard=True"),
         ("SwapEMAWeights", "pass distributed.callbacks.ExponentialMovingAverage"),
         ("History", "use the History that fit() returns"),
-        ("restore", "EarlyStopping(restore_best_weights=True) does not work with the Trainer's own loop: drop it and set keep_best"),
+        (
+            "restore",
+            "EarlyStopping(restore_best_weights=True) does not work with the Trainer's own loop: drop it and set keep_best",
+        ),
         ("batch begin", "OwnStep.on_train_batch_begin would never be called"),
         ("lambda", "LambdaCallback.on_train_batch_begin would never be called"),
         ("test batch", "OwnTest.on_test_batch_end would never be called"),

@@ -3,6 +3,7 @@
 manners.py OUT CASE...
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -117,6 +118,15 @@ def early_stopping():
     return {**result(trainer, history), "stopped": [stopping.stopped_epoch, stopping.best_epoch, stopping.wait]}
 
 
+def exact():
+    """Return a block in which Keras computes in float64 without rounding constants to float32."""
+    if keras.backend.backend() != "tensorflow":
+        return contextlib.nullcontext()
+    from distributed.backends._tensorflow.exact import exact_constants
+
+    return exact_constants()
+
+
 def of_keras():
     """Return what Keras's own fit computes for the case class-weight."""
     from keras.src.backend.common import dtypes
@@ -126,11 +136,15 @@ def of_keras():
     keras.config.set_dtype_policy("float64")
     model, recorder = net(), Recorder()
     model.compile(optimizer(None), loss=LOSS, metrics=METRICS)
-    model.fit(
-        X, Y, class_weight=CLASS_WEIGHT, validation_data=(X[:20], Y[:20]), epochs=1, shuffle=False, verbose=0, batch_size=16,
-        callbacks=[recorder],
-    )  # fmt: skip
-    return {"weights": weights(model), "seen": [[float(e) if isinstance(e, np.floating) else e for e in s] for s in recorder.seen]}
+    with exact():
+        model.fit(
+            X, Y, class_weight=CLASS_WEIGHT, validation_data=(X[:20], Y[:20]), epochs=1, shuffle=False, verbose=0,
+            batch_size=16, callbacks=[recorder],
+        )  # fmt: skip
+    return {
+        "weights": weights(model),
+        "seen": [[float(e) if isinstance(e, np.floating) else e for e in s] for s in recorder.seen],
+    }
 
 
 CASES = {
