@@ -45,7 +45,7 @@ def validation_set(val_data: Any, validation_data: Any) -> Any:
         return val_data
     if val_data is not None:
         raise ConfigError("val_data and validation_data are both validation data: drop one of them")
-    if isinstance(validation_data, (tuple, list)) and 2 <= len(validation_data) <= 3 and is_arrays(validation_data):
+    if isinstance(validation_data, tuple) and 2 <= len(validation_data) <= 3:
         return ArrayData(*validation_data)
     return validation_data
 

@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import Callback, ConfigError, Trainer
 from distributed.backends.arrays import ArrayData
+from distributed.backends.exporting import inputs_of
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(21, 4, generator=GENERATOR)
@@ -78,6 +79,12 @@ def test_the_classes_weigh_as_in_keras() -> None:
         assert data.is_weighted and data.parts[2].tolist() == [2.0, 1.0, 0.5]
 
 
+def test_the_inputs_of_a_batch_of_arrays_are_an_example_for_export() -> None:
+    pair, named = (X[:, :1], X[:, 1:]), {"left": X[:, :1], "right": X[:, 1:]}
+    examples = [inputs_of(Pair(), ArrayData(x, Y).parts) for x in (X, pair, named)]
+    assert [len(example) for example in examples] == [1, 2, 2] and examples[2].keys() == named.keys()
+
+
 def test_a_table_is_read_as_an_array() -> None:
     pandas = pytest.importorskip("pandas")
     table = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
@@ -139,6 +146,11 @@ ROWS = numpy.zeros((4, 2))
             "sample_weight and class_weight weigh the loss of a Keras model, and this model is a torch module: pass loss_fn=",
         ),
         (([1], [1]), {"validation_data": [1]}, "val_data and validation_data are both validation data: drop one of them"),
+        (
+            (),
+            {"x": ROWS, "y": ROWS, "validation_data": (ROWS, [0, 1])},
+            "fit(y=): a int is not an array: pass an array or tensor",
+        ),
         (
             (),
             {"x": ROWS, "y": ROWS, "validation_split": 0.2},
