@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._keras.batches import unpacked
-from distributed.backends.arrays import ArrayBatch
 from distributed.backends._keras.models import is_model
+from distributed.backends.arrays import ArrayBatch
 from distributed.backends.base import TARGET_NAMES
 from distributed.backends.weights import load_weights
 from distributed.config.libraries import is_installed
