@@ -30,9 +30,9 @@ class Job:
     model: Any  # a module, or a factory () -> module
     optimizer: Any = None  # an optimizer, a factory (params) -> optimizer, or None: AdamW at learning_rate
     scheduler: Any = None  # a schedule, a factory (optimizer) -> schedule, or None
-    loss_fn: Callable[..., Any] | None = None
+    loss_fn: Callable[..., Any] | str | None = None  # a name of the library of the model, until the model is built
     training_step: Callable[..., Any] | None = None
-    metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()  # the names of several models, or () for one model
     collate_fn: Callable[[Any], Any] | None = None  # samples -> a batch, or None: as the loader or the data set says
     processing_class: Any = None  # the tokenizer or the processor of the data, or None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.backends.base import Backend
 from distributed.callbacks import Callback
+from distributed.callbacks.of_keras import as_callbacks
 from distributed.config.addresses import refuse_address
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import ProcessPlan
@@ -18,11 +19,11 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
 from distributed.loggers import logged
 from distributed.loggers.logger import Logger
-from distributed.metrics.monitor import check_names
-from distributed.metrics.over_all import as_declared, check_metric
+from distributed.metrics.named import read_metrics
 from distributed.runs.history import History
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
+from distributed.training import fit_arguments
 from distributed.training.fits import Fits
 from distributed.training.processing import metrics_of_texts, processing_arguments
 from distributed.training.setup import make_setup
@@ -46,15 +47,18 @@ class Trainer:
         scheduler: the name of a schedule ("constant", "linear", "cosine", "polynomial", "wsd"), a schedule, or a factory
             `(optimizer) -> schedule`. Stepped once per update, or per epoch with `scheduler_interval="epoch"`.
         loss_fn: `(outputs, targets)` -> a scalar (the mean over the samples), any other tensor (averaged over its
-            elements), or `(sum, count)`. None means cross-entropy for `[batch, classes]` outputs with class indices,
-            mean squared error for float targets of the outputs' shape, or the model's own `.loss`.
+            elements), or `(sum, count)`. Or a name: one of `keras.losses` for a Keras model, such as
+            "sparse_categorical_crossentropy", and "cross_entropy", "mse", "l1" or "bce_with_logits" for a torch module. None
+            means cross-entropy for `[batch, classes]` outputs with class indices, mean squared error for float targets of
+            the outputs' shape, or the model's own `.loss`.
         training_step: `(model, batch)` -> what `loss_fn` may return, a dict with `loss` and metrics, or an object with
             `.loss`.
-        metrics: metrics by name. A function `(outputs, targets)` returns what `loss_fn` may return and is averaged over
-            the samples. `over_all(function)` and objects with `update`, `compute` and `reset` (torchmetrics, Keras) are
-            computed over all samples at once; a `training_step` must return their arguments by name. `accuracy` is
-            added if the targets are class indices.
-        callbacks: `Callback` objects. Their hooks run on every rank.
+        metrics: metrics by name, or a list of names and objects, `["accuracy", "mae"]`. The names are those of
+            `keras.metrics` for a Keras model, and "accuracy" and the names of losses for a torch module. A function
+            `(outputs, targets)` returns what `loss_fn` may return and is averaged over the samples. `over_all(function)` and
+            objects with `update`, `compute` and `reset` (torchmetrics, Keras) are computed over all samples at once; a
+            `training_step` must return their arguments by name. `accuracy` is added if the targets are class indices.
+        callbacks: `Callback` objects, or those of `keras.callbacks`. Their hooks run on every rank.
         loggers: names of loggers ("tensorboard", "mlflow", "wandb", "csv", or one that an installed package registers) and `Logger`
             objects, which get what the main process logs. The names are the setting `loggers`.
         models: several modules or factories by name, in the place of `model`. They need a
@@ -89,10 +93,10 @@ class Trainer:
         *,
         optimizer: Any = None,
         scheduler: Any = None,
-        loss_fn: Callable[..., Any] | None = None,
+        loss_fn: Callable[..., Any] | str | None = None,
         training_step: Callable[..., Any] | None = None,
-        metrics: Mapping[str, Callable[..., Any]] | None = None,
-        callbacks: Sequence[Callback] = (),
+        metrics: Mapping[str, Callable[..., Any] | str] | Sequence[Any] | None = None,
+        callbacks: Sequence[Any] = (),
         loggers: str | Sequence[str | Logger] = (),
         models: Mapping[str, Any] | None = None,
         optimizers: Mapping[str, Any] | None = None,
@@ -113,9 +117,9 @@ class Trainer:
             settings, scheduler = {**settings, "scheduler": scheduler}, None
         if loss_fn is not None and training_step is not None:
             raise ConfigError("loss_fn and training_step both define the loss: drop one of them")
-        _check_objects(optimizer, scheduler, loss_fn, training_step, metrics)
-        _check_callbacks(callbacks)
-        declared = {name: as_declared(metric) for name, metric in (metrics or {}).items()}
+        _check_objects(optimizer, scheduler, loss_fn, training_step)
+        given = _read_callbacks(callbacks)
+        declared = read_metrics(metrics, has_training_step=training_step is not None)
         if predict_with_generate:
             declared = metrics_of_texts(declared)
         processing = processing_arguments(
@@ -128,7 +132,7 @@ class Trainer:
             _check_one_model(model, optimizers, schedulers)
             job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
         job = dataclasses.replace(job, **processing)
-        self.setup = make_setup(type(self).__name__, self._backend, job, list(callbacks), config, settings, objects)
+        self.setup = make_setup(type(self).__name__, self._backend, job, given, config, settings, objects)
         self._fits = Fits(self.setup, type(self))
         self.history: History | None = None
 
@@ -144,13 +148,23 @@ class Trainer:
     @interrupts_kept()
     def fit(
         self,
-        train_data: Any,
+        train_data: Any = None,
         val_data: Any = None,
         *,
+        x: Any = None,
+        y: Any = None,
+        sample_weight: Any = None,
+        class_weight: Mapping[int, float] | None = None,
+        validation_data: Any = None,
+        callbacks: Sequence[Any] = (),
         epochs: int | None = None,
         max_steps: int | None = None,
+        batch_size: int | None = None,
+        shuffle: bool | None = None,
+        verbose: bool | int | str | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         mlflow_experiment: str | None = None,
+        **others: Any,
     ) -> History:
         """Train the model, with validation after each epoch or when the settings say so. Every rank must call it.
 
@@ -161,10 +175,23 @@ class Trainer:
                 as `TensorDataset(inputs, targets)`. On TensorFlow also a tf.data.Dataset, or a tuple of arrays.
             val_data: validation data of the same kinds, a dict of such data sets by name, whose metrics are called
                 `val_NAME_loss` and so on, or None.
+            x: in the place of `train_data`, the inputs as an array or tensor (NumPy, torch, TensorFlow, pandas) with one sample
+                per row. Several inputs are a tuple of arrays, or a dict by name. Floats are converted to the `dtype` of the run.
+            y: the targets of `x`, with one row per sample. Several targets of a Keras model are a tuple or a dict.
+            sample_weight: the weight of each sample of `x` in the loss of a Keras model, of shape `[samples]`. The weighted
+                losses are summed and divided by the number of samples.
+            class_weight: the weights of the samples by class index, in the place of `sample_weight`. Other classes weigh 1.
+            validation_data: in the place of `val_data`, a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set.
+            callbacks: further callbacks for this fit.
             epochs: the setting of that name. In a further `fit`, the number of further epochs.
             max_steps: the setting of that name. In a further `fit`, the number of further updates.
+            batch_size: the setting of that name: samples per process and micro-batch. `global_batch_size` of the Trainer is the
+                number of samples per update, which does not depend on the number of processes.
+            shuffle: the setting of that name.
+            verbose: the setting of that name. Keras's 1, 2 and "auto" mean True, and 0 means False.
             checkpoint_dir: the setting of that name.
             mlflow_experiment: the setting of that name.
+            others: refused, with the argument or the setting to use instead.
 
         Returns:
             The History. The model in this process has the trained weights. If workers were started, the optimizer, the
@@ -180,16 +207,31 @@ class Trainer:
         given = {
             "epochs": epochs,
             "max_steps": max_steps,
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "verbose": verbose,
             "checkpoint_dir": checkpoint_dir,
             "mlflow_experiment": mlflow_experiment,
         }
         if (trial := current()) is not None:
             trial.on_fit(self)
-        if train_data is None:
-            raise ConfigError("fit() got no training data: pass a DataLoader or a dataset")
-        settings = {name: value for name, value in given.items() if value is not None}
-        self.history = self._fits.fit(settings, train_data, val_data)
+        fit_arguments.refuse_positional(train_data, val_data)
+        settings = fit_arguments.settings_of(given, others)
+        train = fit_arguments.training_set(train_data, x, y, sample_weight, class_weight)
+        val = fit_arguments.validation_set(val_data, validation_data)
+        with self._with_callbacks(_read_callbacks(callbacks)):
+            self.history = self._fits.fit(settings, train, val)
         return self.history
+
+    @contextlib.contextmanager
+    def _with_callbacks(self, callbacks: list[Callback]) -> Iterator[None]:
+        """Add `callbacks` inside the block, and read those that were added to `self.callbacks` since the last fit."""
+        before = _read_callbacks(self.setup.callbacks)
+        self.setup.callbacks[:] = [*before, *callbacks]
+        try:
+            yield
+        finally:
+            self.setup.callbacks[:] = before
 
     def find_learning_rate(
         self, train_data: Any, *, min_rate: float = 1e-7, max_rate: float = 1.0, num_steps: int = 100
@@ -435,7 +477,7 @@ class Trainer:
         return self.history.best_accuracy
 
 
-def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: Any, metrics: Any) -> None:
+def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: Any) -> None:
     """Raise ConfigError for an argument that has none of the accepted types."""
     examples = {
         "optimizer": (optimizer, "torch.optim.Adam(model.parameters()), or lambda params: torch.optim.Adam(params)"),
@@ -446,13 +488,8 @@ def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: 
             raise ConfigError(
                 f"{name}={value!r} is a {type(value).__name__}: pass a name, an object or a factory, {name}={example}"
             )
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise ConfigError(f"metrics is a {type(metrics).__name__}: pass names and functions, metrics={{'top1': top1}}")
-    check_names(metrics or ())
-    for name, value in (metrics or {}).items():
-        check_metric(name, value)
     for name, value in {"loss_fn": loss_fn, "training_step": training_step}.items():
-        if value is not None and not callable(value):
+        if value is not None and not callable(value) and not (name == "loss_fn" and isinstance(value, str)):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
 
 
@@ -469,12 +506,16 @@ def _check_one_model(model: Any, optimizers: Any, schedulers: Any) -> None:
             )
 
 
-def _check_callbacks(callbacks: Any) -> None:
-    """Raise ConfigError for an object that is not a Callback, or a method `on_...` that is not a hook."""
+def _read_callbacks(callbacks: Any) -> list[Callback]:
+    """Return the callbacks, with those of Keras wrapped.
+
+    Raises ConfigError for an object that is not a callback, or a method `on_...` that is not a hook.
+    """
     if not isinstance(callbacks, Sequence):
         raise ConfigError(f"callbacks is a {type(callbacks).__name__}: pass a list, callbacks=[...]")
     hooks = [name for name in dir(Callback) if name.startswith("on_")]
-    for callback in callbacks:
+    read = as_callbacks(callbacks)
+    for callback in read:
         if not isinstance(callback, Callback):
             raise ConfigError(f"callback {callback!r} is not a distributed.Callback: derive its class from it")
         for name in dir(callback):
@@ -483,6 +524,7 @@ def _check_callbacks(callbacks: Any) -> None:
                     f"{type(callback).__name__}.{name} would never be called{nearest(name, hooks)}: the hooks are"
                     f" {', '.join(hooks)}; give a method of your own a name without on_"
                 )
+    return read
 
 
 def _split_loggers(loggers: Any) -> tuple[list[Logger], list[str]]:

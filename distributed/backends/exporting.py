@@ -14,6 +14,7 @@ from typing import Any
 
 from distributed.backends._keras.batches import unpacked
 from distributed.backends._keras.models import is_model
+from distributed.backends.arrays import ArrayBatch
 from distributed.backends.base import TARGET_NAMES
 from distributed.backends.weights import load_weights
 from distributed.config.libraries import is_installed
@@ -164,6 +165,8 @@ def inputs_of(model: Any, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         target = next((name for name in TARGET_NAMES if name in batch), None)
         return {name: value for name, value in batch.items() if name != target}
+    if isinstance(batch, ArrayBatch):
+        return batch[0] if isinstance(batch[0], (dict, tuple)) else batch[:1]
     if isinstance(batch, (tuple, list)):
         return tuple(batch[:-1]) if len(batch) > 1 else tuple(batch)
     return batch

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._keras.by_name import check_names
+from distributed.backends._keras.models import is_model
 from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends._tensorflow.refusals import IN_GRAPH, REFUSES
@@ -134,6 +136,8 @@ class TensorFlowBackend(Backend[Any]):
     def check(self, job: Job, *, here: bool) -> None:
         refuse_torch(job, self._words)
         refuse_reading(job, self._words)
+        if is_model(job.model):
+            check_names(job)
 
     def setup(self) -> WorkerContext:
         found = worker_environment()
@@ -169,6 +173,7 @@ class TensorFlowBackend(Backend[Any]):
         policy = models.policy_of(self.config, self.mixed_precision)
         replicas = self.world.replicas
         self.model = models.build_model(job.model, self.config, policy, replicas)
+        check_names(job)
         before = self._results  # results of an evaluation before the first fit
         self._results = Results(job, self.world, self._generators.untouched, self._warn, self._notice)
         self.measured = self._results.measured

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from distributed.backends._torch.named_losses import check_names_early
 from distributed.backends._torch.observer import TorchObserver
 from distributed.backends._torch.wrapper import Wrapper
 from distributed.backends.base import Backend, If, OptionsT, Refusals, ShardedData
@@ -87,6 +88,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def check(self, job: Job, *, here: bool) -> None:
         self._check_model(job.model, here=here)
+        check_names_early(job)
 
     def _check_model(self, model: Any, *, here: bool) -> None:
         from distributed.backends._keras import models
@@ -155,6 +157,7 @@ class TorchBackend(Backend[OptionsT]):
         self._reading.columns.read(self.plain, notices.append)
         self.kind = kind_of(self.plain, self.context)
         self._check_model(self.kind.model, here=True)
+        job = self.kind.with_names_resolved(job)
         self.kind.take(job)
         self.kind.finish(self._example, self.device, self.config)
         self.model = self.kind.model

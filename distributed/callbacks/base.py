@@ -123,6 +123,9 @@ class FitContext:
         observer: what the engine shows of the model and of its updates. Only callbacks with `SAMPLES` or `COUNTS` in `needs` may
             use it.
         processing_class: the tokenizer or the processor that `Trainer` was given, or None.
+        updates_per_epoch: the number of updates in an epoch. None for a stream of unknown length.
+        means_of_epoch: `means_of_epoch()` returns the loss and the metrics over the training of the epoch so far. A collective:
+            every rank must call it in the same hook. It waits for the device.
     """
 
     model: Any
@@ -140,6 +143,8 @@ class FitContext:
     log_rate: Callable[[str, Any], None]
     worker: WorkerContext
     observer: Observed
+    updates_per_epoch: int | None
+    means_of_epoch: Callable[[], dict[str, float]]
     processing_class: Any = None
 
 
@@ -184,6 +189,9 @@ class Callback:
 
     def on_train_start(self, state: TrainState) -> None:
         """Called before the first step of this attempt."""
+
+    def on_epoch_start(self, state: TrainState) -> None:
+        """Called before the first update of each epoch, and before the first update of a run that resumes inside an epoch."""
 
     def on_before_update(self, state: TrainState) -> None:
         """Called before each update: the gradients of all ranks are averaged and unscaled, and not yet clipped.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks.base import Callback, FitContext
+from distributed.callbacks.of_keras import KerasCallback
 
 if TYPE_CHECKING:
     from distributed.state import TrainState
@@ -57,7 +58,11 @@ def _keyed(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     """
     keyed: dict[str, Callback] = {}
     for callback in callbacks:
-        name = type(callback).__name__
-        number = 1 + sum(type(other).__name__ == name for other in keyed.values())
+        name = _class_name(callback)
+        number = 1 + sum(_class_name(other) == name for other in keyed.values())
         keyed[name if number == 1 else f"{name}:{number}"] = callback
     return keyed
+
+
+def _class_name(callback: Callback) -> str:
+    return type(callback.keras if isinstance(callback, KerasCallback) else callback).__name__

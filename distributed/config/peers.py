@@ -162,7 +162,7 @@ _ACCELERATE = {
 # Keras's fit and compile, and its callbacks
 _KERAS = {
     "loss": _LOSS,
-    "validation_split": "because data goes to trainer.fit(train_data, val_data): split it with torch.utils.data.random_split",
+    "validation_split": "because data goes to trainer.fit(): split the arrays, and pass validation_data=(x_val, y_val)",
     "steps_per_epoch": "use {max_steps}; an epoch is one pass over the data",
     "initial_epoch": _RESUME,
     "clipvalue": "because {gradient_clipping} is always by the global norm",
@@ -180,7 +180,8 @@ _KERAS = {
     "validation_steps": "use {max_validation_batches}",
     "validation_batch_size": "because it belongs to the loader: pass a DataLoader with that batch_size as val_data",
     **_same(_VALIDATION, "validation_freq"),
-    **_same(_LOSS, "class_weight", "sample_weight", "loss_weights"),
+    **_same("because it belongs to the data: pass it to trainer.fit(x=..., y=...) in code", "class_weight", "sample_weight"),
+    **_same(_LOSS, "loss_weights"),
     "steps_per_execution": "because an update is one step: drop it",
     "run_eagerly": "because nothing is compiled unless {compile} is set: drop it",
     **_same(_OBJECT, "model", "optimizers", "schedulers", "loss_fn", "training_step", "metrics", "callbacks"),

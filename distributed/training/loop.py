@@ -28,6 +28,7 @@ from distributed.metrics.monitor import (
 from distributed.runs.summary import was_interrupted
 from distributed.state import RATE, LoggedMedia, StepResult, TrainState
 from distributed.training.common_step import STOP, CommonStep
+from distributed.training.so_far import Peeked
 from distributed.training.timing import TimeSplit
 from distributed.training.validation import Validation, add, means_of, names_in
 
@@ -60,6 +61,7 @@ class Run:
     validated: threading.Event = dataclasses.field(default_factory=threading.Event)
     is_over: bool = False  # whether the last checkpoint is saved
     window: list[StepResult] = dataclasses.field(default_factory=list)  # results of steps that are not summed yet
+    peeked: Peeked = dataclasses.field(default_factory=Peeked)  # sums of the window for callbacks
     window_start: float = 0.0
     is_measured: bool = False  # whether the metrics over all samples are up to date for the row of the epoch
     saved_s: float = 0.0  # seconds of checkpoints since `window_start`, already in `spent.total`
@@ -147,6 +149,9 @@ def _train_epoch(run: Run) -> bool:
     # A signal may have ended the validation of this step before.
     if state.samples_in_epoch and state.step % validate_every == 0 and not _validate(run):
         return False
+    if state.step < limit:
+        for callback in run.callbacks:
+            callback.on_epoch_start(state)
     run.window_start, run.saved_s = time.perf_counter(), 0.0
     run.train.seek(state.cursor)
     for update_batch in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
@@ -306,6 +311,7 @@ def _collect(run: Run) -> None:
     run.saved_s = 0.0
     run.spent.updates += len(run.window)
     run.window.clear()
+    run.peeked = Peeked()
     add(state.log_sums, sums)
     add(state.epoch_sums, sums)
 

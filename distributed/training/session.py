@@ -63,6 +63,7 @@ from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import by_the_clock, stop_on_signals
 from distributed.training.setup import Setup
+from distributed.training.so_far import means_of_epoch
 from distributed.training.validation import Validation, evaluate, evaluation_batch, sets_of, shard_of
 
 _fit_numbers = itertools.count()  # numbers the fits of this process, because each needs new keys in the ranks' store
@@ -250,6 +251,8 @@ class Session:
             named_parameters=backend.observer.named_parameters, averaged_weights=backend.averaged_weights,
             log_rate=backend.logged.log_rate, worker=self.context, observer=backend.observer,
             processing_class=self.setup.job.processing_class,
+            updates_per_epoch=run.train.updates_per_epoch,
+            means_of_epoch=lambda: means_of_epoch(run),
         )  # fmt: skip
 
     def _evaluate_in(self, run: loop.Run, data: Any) -> dict[str, float]:

@@ -26,6 +26,8 @@ LEARNED = {
     "keras": (r"held-out accuracy ([\d.]+)", 0.95),
 }
 TORCH_BACKENDS = ("single", "pytorch-ddp", "fsdp", "deepspeed", "horovod", "ray")
+SECOND = {"image": "single", "text": "fsdp", "tabular": "single", "keras": "single"}  # besides pytorch-ddp
+ON_TENSORFLOW = [["tensorflow"], ["horovod", "--set", "horovod.keras_backend=tensorflow"]]
 
 
 def needs_libraries(kind: str) -> None:
@@ -127,10 +129,14 @@ def train(run_cli: Any, tmp_path: Path, kind: str, *flags: str, limit_s: float |
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_project_begins_to_train_on_two_processes(kind, run_cli, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((kind, "pytorch-ddp") for kind in KINDS), *((kind, SECOND[kind]) for kind in KINDS)]
+)
+def test_a_project_begins_to_train_on_two_backends(kind, backend, run_cli, tmp_path):
     needs_libraries(kind)
-    said = train(run_cli, tmp_path, kind, "--backend", "pytorch-ddp", "--nproc-per-node", "2", "--max-steps", "4")
+    needs_backend(backend)
+    processes = "1" if backend == "single" else "2"
+    said = train(run_cli, tmp_path, kind, "--backend", backend, "--nproc-per-node", processes, "--max-steps", "4")
     assert re.search(r"^finished at step 4,", said, re.M) and re.search(LEARNED[kind][0], said), said
 
 
@@ -142,8 +148,21 @@ def test_a_project_learns_on_every_backend_for_torch(kind, backend, run_cli, tmp
     needs_backend(backend)
     if kind == "keras" and backend in ("fsdp", "deepspeed"):
         pytest.skip(f"{backend} trains no Keras models")
-    processes = "1" if backend == "single" else "2"
-    said = train(run_cli, tmp_path, kind, "--backend", backend, "--nproc-per-node", processes, limit_s=60)
+    check_learns(run_cli, tmp_path, kind, [backend], "1" if backend == "single" else "2")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ON_TENSORFLOW, ids=["tensorflow", "horovod"])
+def test_the_keras_project_learns_on_tensorflow(backend, run_cli, tmp_path):
+    needs_libraries("keras")
+    needs_backend("tensorflow")
+    needs_backend(backend[0])
+    check_learns(run_cli, tmp_path, "keras", backend, "2")
+
+
+def check_learns(run_cli: Any, tmp_path: Path, kind: str, backend: list[str], processes: str) -> None:
+    """Train the project of `kind` within a minute, and check that it has learned."""
+    said = train(run_cli, tmp_path, kind, "--backend", *backend, "--nproc-per-node", processes, limit_s=60)
     pattern, bound = LEARNED[kind]
     found = float(re.search(pattern, said)[1])
     assert found <= bound if kind == "text" else found >= bound, said

@@ -19,5 +19,6 @@ def a_context(stop: Callable[[str], None] = print, config: DistributedConfig | N
         "save": lambda: None, "evaluate": lambda data: {}, "notice": lambda text: None, "num_samples": None,
         "named_parameters": list, "averaged_weights": None, "log": lambda *arguments, **named: None,
         "log_rate": lambda name, amount: None, "worker": WorkerContext(0, 1, 0, 1, 0, "cpu"), "observer": Observer(1),
+        "updates_per_epoch": None, "means_of_epoch": dict,
     }  # fmt: skip
     return FitContext(**{**nothing, **given})

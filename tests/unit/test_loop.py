@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import threading
 import time
@@ -23,6 +24,7 @@ from distributed.testing import FakeBackend, FakeData, FakeOptions
 from distributed.training.common_step import CommonStep
 from distributed.training.loop import Run
 from distributed.training.loop import fit as fit_loop
+from distributed.training.so_far import means_of_epoch
 from distributed.training.validation import Validation, evaluate
 from tests.unit.contexts import a_context
 from tests.unit.test_common_step import Store
@@ -252,6 +254,52 @@ def test_hooks_come_in_order_and_the_last_step_is_saved():
         "end",
     ]
     assert [state.step for state in saved] == [6]
+
+
+def test_an_epoch_starts_before_its_first_update_and_where_a_run_resumes_inside_it():
+    class Starts(Callback):
+        def __init__(self):
+            self.starts = []
+
+        def on_epoch_start(self, state):
+            self.starts.append((state.epoch, state.samples_in_epoch))
+
+    whole, cut = Starts(), Starts()
+    fit(make(callbacks=[whole]))
+    run = make(callbacks=[cut], max_steps=2, epochs=1)
+    fit(run)
+    fit(make(callbacks=[cut], state=dataclasses.replace(run.state, stop_reason=None)))
+    assert whole.starts == [(0, 0), (1, 0)]
+    assert cut.starts == [(0, 0), (0, 8), (1, 0)]
+
+
+def test_no_epoch_starts_after_the_last_update():
+    class Starts(Callback):
+        starts = 0
+
+        def on_epoch_start(self, state):
+            self.starts += 1
+
+    callback = Starts()
+    fit(make(callbacks=[callback], max_steps=3))  # the updates of one epoch
+    assert callback.starts == 1
+
+
+def test_the_means_of_an_epoch_can_be_read_after_each_update_and_change_nothing():
+    class Reads(Callback):
+        def __init__(self):
+            self.run, self.means = None, []
+
+        def on_step_end(self, state, result):
+            self.means.append(means_of_epoch(self.run)["loss"])
+
+    plain, reads, recorder = Recorder(), Reads(), Recorder()
+    fit(make(callbacks=[plain], epochs=1, shuffle=False, log_every_n_steps=2))
+    reads.run = run = make(callbacks=[reads, recorder], epochs=1, shuffle=False, log_every_n_steps=2)
+    fit(run)
+    assert reads.means == [sum(range(4)) / 4, sum(range(8)) / 8, sum(range(10)) / 10]
+    assert [row["loss"] for row in recorder.rows] == [row["loss"] for row in plain.rows]
+    assert [log[2]["loss"] for log in recorder.logs] == [log[2]["loss"] for log in plain.logs]
 
 
 def test_the_mean_of_an_epoch_weighs_the_short_last_batch_right():

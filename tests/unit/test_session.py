@@ -239,7 +239,7 @@ def test_predictions_come_in_the_order_of_the_data_set_or_of_a_sampler_of_the_us
     ("call", "argument"),
     [
         (lambda runner, data: runner.fit(data), "train_data"),
-        (lambda runner, data: runner.fit(data, data), "train_data"),
+        (lambda runner, data: runner.fit(data, DATA), "train_data"),
         (lambda runner, data: runner.fit(DATA, data), "val_data"),
         (lambda runner, data: runner.evaluate(data), r"evaluate\(data\)"),
         (lambda runner, data: runner.predict(data), r"predict\(data\)"),
@@ -261,7 +261,7 @@ def test_arrays_are_refused_as_data_in_every_position_and_the_argument_is_named(
 
 
 def test_inputs_and_targets_as_two_arguments_of_fit_are_refused():
-    with pytest.raises(ConfigError, match="train_data: a tensor is not a data set"):
+    with pytest.raises(ConfigError, match=r"got two arrays: write fit\(x=inputs, y=targets\)"):
         trainer().fit(*DATA.tensors)
 
 

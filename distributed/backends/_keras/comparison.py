@@ -13,7 +13,7 @@ from distributed.errors import ConfigError
 class Comparison:
     """Loss that is chosen at the first batch. `notice` is called with a message if a default loss is chosen."""
 
-    def __init__(self, model: Any, loss_fn: Callable[..., Any] | None, notice: Callable[[str], None]) -> None:
+    def __init__(self, model: Any, loss_fn: Any, notice: Callable[[str], None]) -> None:
         self._model, self._notice = model, notice
         self._loss_fn = None if is_of_keras(loss_fn) else loss_fn
         self._keras_loss = KerasLoss(loss_fn) if is_of_keras(loss_fn) else None

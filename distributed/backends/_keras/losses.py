@@ -13,7 +13,9 @@ _EXAMPLE = "give one, for example Trainer(model, loss_fn=keras.losses.SparseCate
 
 
 def is_of_keras(loss_fn: Any) -> bool:
-    """Return True if `loss_fn` is a loss object or function of Keras, which takes (targets, outputs)."""
+    """Return True if `loss_fn` is a loss object, function or name of Keras, which takes (targets, outputs)."""
+    if isinstance(loss_fn, str):
+        return True
     kinds = {cls.__name__ for cls in type(loss_fn).__mro__ if cls.__module__.startswith("keras.")}
     return "Loss" in kinds or str(getattr(loss_fn, "__module__", "")).startswith("keras.")
 

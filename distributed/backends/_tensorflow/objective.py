@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from distributed.backends._keras.batches import KerasBatch, unpacked
+from distributed.backends._keras.by_name import own_metrics
 from distributed.backends._keras.comparison import Comparison
 from distributed.backends._keras.losses import compiled_metrics, is_of_keras, metric_value, of_output
 from distributed.backends._keras.measures import is_mean
@@ -42,7 +43,7 @@ class TensorFlowObjective:
     def __init__(
         self,
         model: Any,
-        loss_fn: Callable[..., Any] | None,
+        loss_fn: Callable[..., Any] | str | None,
         training_step: Callable[..., Any] | None,
         metrics: Mapping[str, Any],
         chosen: Metrics,
@@ -57,7 +58,7 @@ class TensorFlowObjective:
         """
         self._model, self._training_step, self._dtype, self._chosen = model, training_step, dtype, chosen
         self._comparison = Comparison(model, loss_fn, notice)
-        self._keras_metrics = {n: f for n, f in metrics.items() if isinstance(f, keras.metrics.Metric)}
+        self._keras_metrics = {n: f for n, f in metrics.items() if isinstance(f, (keras.metrics.Metric, str))}
         self._metrics: dict[str, tuple[Any, Any, bool]] | None = None  # in the form of `compiled_metrics`
 
     def __call__(self, batch: Any, num_samples: Any, training: bool) -> MeasuredBatch:
@@ -182,7 +183,7 @@ class TensorFlowObjective:
 
     def _choose_metrics(self, targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
         if self._metrics is None:
-            own = {name: (metric, None, False) for name, metric in self._keras_metrics.items()}
+            own = own_metrics(self._keras_metrics, targets, outputs)
             self._metrics = own | compiled_metrics(self._model, targets, outputs)
             for name, (metric, _, _) in self._metrics.items():
                 if not is_mean(metric):

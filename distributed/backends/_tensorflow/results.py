@@ -41,7 +41,11 @@ class Results:
         wholes = Wholes(
             over_all.ENGINE, world, is_presharded=False, warn=warn, keeping_generators=keeping_generators
         )  # fmt: skip
-        functions = {n: f for n, f in job.metrics.items() if not over_all.is_whole(f) and not is_of_keras(f)}
+        functions = {
+            n: f
+            for n, f in job.metrics.items()
+            if not over_all.is_whole(f) and not is_of_keras(f) and not isinstance(f, str)
+        }
         self.measured = Measured(
             functions, wholes, over_all.ENGINE, over_all.measure_of_function, pair, over_all.on_host, notice
         )

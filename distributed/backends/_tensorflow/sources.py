@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import tensorflow as tf
 
+from distributed.backends.arrays import ArrayData
 from distributed.backends.base import ShardedData
 from distributed.backends.forms import fault_of
 from distributed.config.plan import BatchPlan
@@ -236,6 +237,8 @@ class TorchData(Data):
 def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range, Sequence[int]], Any], int]:
     """Return a function that fetches a batch, and the number of samples, for arrays or a data set with an index."""
     name = role.value
+    if isinstance(data, ArrayData):
+        return lambda epoch, where, keys: tuple(data.__getitems__(keys)), len(data)
     if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
         raise ConfigError(
             f"{name}: a keras PyDataset yields whole batches, which cannot be divided among the ranks: {_FORMS}"

@@ -12,6 +12,7 @@ import torch
 
 from distributed.backends._keras import files, models
 from distributed.backends._keras.batches import unpacked
+from distributed.backends._keras.by_name import check_names
 from distributed.backends._keras.randomness import common_state
 from distributed.backends._torch import optim
 from distributed.backends._torch.keras_module import KerasModule, keras_scope, to_float64, widen
@@ -21,6 +22,7 @@ from distributed.backends._torch.kinds import Notice, TorchKind
 from distributed.backends._torch.named_optimizers import CurveSchedule
 from distributed.backends._torch.nested import move
 from distributed.backends._torch.over_all import is_whole
+from distributed.backends.arrays import ArrayBatch
 from distributed.config.optimization import RateCurve
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
@@ -81,6 +83,13 @@ class KerasKind(TorchKind):
             " drop it"
         )
 
+    def arranged(self, batch: ArrayBatch) -> Any:
+        return batch
+
+    def with_names_resolved(self, job: Job) -> Job:
+        check_names(job)
+        return job
+
     def batch_dependent(self) -> list[str]:
         return models.batch_dependent(self.model)
 
@@ -127,7 +136,7 @@ class KerasKind(TorchKind):
         return LearningRateSchedule(self._schedule, optimizer, factor, self._scope)
 
     def objective(self, job: Job, notice: Notice) -> KerasObjective:
-        own = {name: m for name, m in job.metrics.items() if _is_metric(m)}
+        own = {name: m for name, m in job.metrics.items() if _is_metric(m) or isinstance(m, str)}
         with self._scope():
             return KerasObjective(job.loss_fn, job.training_step, own, self.module, notice, self._scope)
 
@@ -135,7 +144,11 @@ class KerasKind(TorchKind):
         # The objective measures Keras metric objects itself. With a training_step it has no outputs to measure. The
         # step returns the arguments of each metric, which is then computed over all samples like any other object.
         has_step = job.training_step is not None
-        return {name: _ours(m) for name, m in job.metrics.items() if has_step or not _is_metric(m)}
+        return {
+            name: _ours(m)
+            for name, m in job.metrics.items()
+            if not isinstance(m, str) and (has_step or not _is_metric(m))
+        }
 
     def save_model(self, directory: Path) -> dict[str, Any]:
         if self.context.is_main_process:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distributed.backends._keras.batches import KerasBatch, unpacked
+from distributed.backends._keras.by_name import own_metrics
 from distributed.backends._keras.comparison import Comparison
 from distributed.backends._keras.losses import (
     compiled_metrics,
@@ -101,7 +102,7 @@ class KerasObjective(Objective):
         return measured
 
     def _chosen(self, parts: KerasBatch, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
-        own = {name: (metric, None, False) for name, metric in self._keras_metrics.items()}
+        own = own_metrics(self._keras_metrics, parts.y, outputs)
         chosen: dict[str, tuple[Any, Any, bool]] = own | compiled_metrics(self._model, parts.y, outputs)
         for name, (metric, _, _) in chosen.items():
             if not is_mean(metric):

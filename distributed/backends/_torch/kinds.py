@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.backends._torch import modules, optim, recomputing, tensors
+from distributed.backends._torch import modules, named_losses, optim, recomputing, tensors
 from distributed.backends._torch.objective import Objective
 from distributed.backends._torch.passes import Passes
 from distributed.backends._torch.schedule import Schedule
 from distributed.backends._torch.update import Update
+from distributed.backends.arrays import ArrayBatch
+from distributed.backends.base import TARGET_NAMES
 from distributed.config.optimization import NamedOptimizer
 from distributed.config.settings import DistributedConfig
+from distributed.errors import ConfigError
 from distributed.state import WorkerContext
 
 if TYPE_CHECKING:
@@ -67,6 +70,24 @@ class TorchKind:
         """Recompute activations in the backward pass. Return the number of blocks whose activations are recomputed."""
         return recomputing.checkpoint_activations(self.module)
 
+    def arranged(self, batch: ArrayBatch) -> Any:
+        """Return a batch of arrays in the form of a data set's batch: `(*inputs, targets)` or a dict with `labels`.
+
+        Raises ConfigError for sample weights, which a loss of torch does not take.
+        """
+        x, *targets = batch
+        if len(targets) > 1:
+            raise named_losses.weights_refused()
+        if not isinstance(x, dict):
+            return (*(x if isinstance(x, tuple) else (x,)), *targets)
+        if taken := [name for name in TARGET_NAMES if targets and name in x]:
+            raise ConfigError(f"x has an entry {taken[0]!r}, which is a name of targets: rename it, or drop y")
+        return {**x, **({"labels": targets[0]} if targets else {})}
+
+    def with_names_resolved(self, job: Job) -> Job:
+        """Return the job with functions for the loss and the metrics that it gives by name."""
+        return named_losses.resolved(job)
+
     def compile(self) -> None:
         """Let torch compile the calls of the module."""
         modules.compile_calls(self.module)
@@ -113,6 +134,7 @@ class TorchKind:
 
     def objective(self, job: Job, notice: Notice) -> Objective:
         """Return the objective, which computes losses from batches."""
+        assert not isinstance(job.loss_fn, str)  # see `with_names_resolved`
         return Objective(job.loss_fn, job.training_step, self.module, notice=notice)
 
     def metrics(self, job: Job) -> Mapping[str, Callable[..., Any]]:

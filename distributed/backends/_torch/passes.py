@@ -13,6 +13,7 @@ import torch
 
 from distributed.backends._torch.generators import forked
 from distributed.backends._torch.nested import move
+from distributed.backends.arrays import ArrayBatch
 from distributed.errors import ConfigError
 from distributed.state import MicroBatch, UpdateBatch
 
@@ -37,8 +38,12 @@ class Passes:
         self._counting: Pending | None = None
 
     def move(self, batch: Any) -> Any:
-        """Return `batch` on this rank's device, in the element type of the run."""
+        """Return `batch` on this rank's device, in the element type of the run and the form that the model takes."""
+        batch = self._arranged(batch)
         return move(batch, self._device, self.dtype) if self._moves else batch
+
+    def _arranged(self, batch: Any) -> Any:
+        return self._backend.kind.arranged(batch) if type(batch) is ArrayBatch else batch
 
     def settle(self, batch: Any) -> None:
         """Agree on the form of the loss, which each rank tries out on its first batch. A collective."""
@@ -149,7 +154,7 @@ class Passes:
 
         A collective.
         """
-        counts = [self.objective.label_count(micro.batch) for micro in micros if micro.num_samples]
+        counts = [self.objective.label_count(self._arranged(micro.batch)) for micro in micros if micro.num_samples]
         known = [count for count in counts if count is not None]
         total = self._on_device(sum(known))
         self._world.combine(total, "sum").wait()

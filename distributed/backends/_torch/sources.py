@@ -25,6 +25,7 @@ from torch.utils.data import (
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.collating import PLAIN, Reading
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
+from distributed.backends.arrays import ArrayBatch, ArrayData, mapped
 from distributed.backends.forms import fault_of, is_array, is_mapping_of_arrays
 from distributed.config.settings import DistributedConfig
 from distributed.data import sample_seed
@@ -99,12 +100,32 @@ def read_source(
     if loader is None:
         wanted = not is_stream(data) if config.shuffle is None else config.shuffle
         shuffle = train and wanted
+        if isinstance(data, ArrayData):
+            if reading.collate_fn is not None:
+                raise ConfigError(
+                    "collate_fn makes a batch of a list of samples, and x= has arrays: drop collate_fn, or pass a data set"
+                )
+            collate = _AsTensors(config.dtype)
         source = Source(name, data, collate, None, None, None, shuffle, False)
     else:
         source = _read_loader(loader, name, config, collate, train=train, presharded=presharded)
     if train:
         _check_settings(source, config)
     return source
+
+
+class _AsTensors:
+    """Return the batches of an ArrayData as tensors, with floats in `dtype`, as Keras's `fit` does."""
+
+    def __init__(self, dtype: str) -> None:
+        self._dtype = getattr(torch, dtype)
+
+    def __call__(self, batch: ArrayBatch) -> ArrayBatch:
+        return ArrayBatch(mapped(self._tensor, part) for part in batch)
+
+    def _tensor(self, leaf: Any) -> torch.Tensor:
+        tensor = torch.as_tensor(leaf)
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
 
 def _read_loader(
