@@ -50,9 +50,14 @@ def metrics_of_texts(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return metrics that get the generated ids and the labels of all samples, in evaluation only.
 
     Raises:
-        ConfigError: a metric is an object that is updated batch by batch.
+        ConfigError: a metric is a name, or an object that is updated batch by batch.
     """
     for name, metric in metrics.items():
+        if isinstance(metric, str):
+            raise ConfigError(
+                f"metrics[{name!r}]={metric!r} compares outputs with targets: pass a function (ids, labels) with"
+                " predict_with_generate=True"
+            )
         if has_state(metric):
             raise ConfigError(
                 f"metrics[{name!r}] is a {type(metric).__name__}, which is updated in training too, where nothing is generated:"
