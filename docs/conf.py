@@ -55,12 +55,14 @@ html_theme_options = {
     "header_links_before_dropdown": 6,
     "navigation_with_keys": False,
     "show_toc_level": 2,
+    "secondary_sidebar_items": {"**": ["page-toc"], "index": [], "reference/settings": []},  # a wide table
     "footer_start": ["theme-version"],
     "footer_end": [],
     "back_to_top_button": False,
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
 }
+html_context = {"default_mode": "auto"}
 html_sidebars = {"index": [], "faq": [], "glossary": [], "troubleshooting": [], "start": []}
 
 copybutton_prompt_text = "$ "
