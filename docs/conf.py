@@ -31,6 +31,7 @@ suppress_warnings = [
 
 # Docstrings are Google's style, with names in single backticks.
 default_role = "literal"
+smartquotes = False  # texts are shown as they are written
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True

@@ -134,9 +134,15 @@ class ExitCodes(SphinxDirective):
 
 
 def _exit_codes() -> Iterator[tuple[tables.Cell, ...]]:
-    yield "`0`", "", "The command succeeded. A run that was stopped by a callback or by early stopping counts as finished."
+    yield (
+        "`0`",
+        "",
+        "The command succeeded. A run that was stopped by a callback or by early stopping counts as finished.",
+    )
     classes = [each for each in vars(errors).values() if inspect.isclass(each) and each.__module__ == errors.__name__]
-    wrong = [each for each in classes if issubclass(each, errors.DistributedError) and each is not errors.DistributedError]
+    wrong = [
+        each for each in classes if issubclass(each, errors.DistributedError) and each is not errors.DistributedError
+    ]
     for each in sorted(wrong, key=lambda each: each.exit_code):
         yield f"`{each.exit_code}`", f"`{each.__name__}`", " ".join((each.__doc__ or "").split())
     for number, text in {

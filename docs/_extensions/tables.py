@@ -17,10 +17,7 @@ def inline(text: str) -> list[nodes.Node]:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[Cell]], *classes: str) -> nodes.table:
-    """Return a table. Each column has the class `column-NAME`, by which the style sheet stacks the cells on a phone.
-
-    A row of one cell is a heading that spans all columns.
-    """
+    """Return a table with the CSS `classes`. A row of one cell is a heading that spans all columns."""
     group = nodes.tgroup(cols=len(head))
     group += [nodes.colspec(colwidth=1) for _ in head]
     group += nodes.thead("", _row(head))
@@ -36,8 +33,8 @@ def _row(cells: Sequence[Cell], width: int = 0) -> nodes.row:
             entry["morecols"] = width - 1
             entry["classes"] = ["heading"]
         content = inline(cell) if isinstance(cell, str) else list(cell)
-        blocks = bool(content) and isinstance(content[0], nodes.paragraph)
-        entry += content if blocks else [nodes.paragraph("", "", *content)]
+        is_blocks = all(isinstance(node, nodes.paragraph) for node in content)  # also without any content
+        entry += content if is_blocks else [nodes.paragraph("", "", *content)]
         row += entry
     return row
 

@@ -110,7 +110,11 @@ def test_no_heading_stands_twice(page):
     assert headings and len(headings) == len(set(headings))
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
 def test_no_link_leads_nowhere(page):
     """Between pages, and to the files of the repository. test_site.py checks the site, which leads to every page."""
     targets = re.findall(r"\]\(([^)#:]+)[^):]*\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))

@@ -30,10 +30,14 @@ LOADED = r"""<(?:script|img|iframe|source)\b[^>]*\bsrc="(https?:[^"]+)|<link\b[^
 def site(tmp_path_factory):
     """Build the site with the options of `make docs` and return its directory."""
     made = tmp_path_factory.mktemp("site")
-    (options,) = re.findall(r"^\t\$\(BIN\)/python (-m sphinx .*) -d \S+ docs build/docs$", (ROOT / "Makefile").read_text(), re.M)
+    (options,) = re.findall(
+        r"^\t\$\(BIN\)/python (-m sphinx .*) -d \S+ docs build/docs$", (ROOT / "Makefile").read_text(), re.M
+    )
     argv = [sys.executable, *options.split(), "-d", str(made / "doctrees"), "docs", str(made / "html")]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=ROOT, env=env, timeout=240, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        argv, cwd=ROOT, env=env, timeout=240, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
     assert "-W" in argv and (done.returncode, done.stdout) == (0, "")
     return made / "html"
 
@@ -67,7 +71,9 @@ def test_a_row_says_type_default_flag_meaning_and_who_refuses(site):
     row = re.search(r'<tr[^>]*>(?:(?!</tr>).)*id="setting-mixed-precision".*?</tr>', text, re.S)[0]
     words = " ".join(re.sub(r"<[^>]+>", " ", row).split())
 
-    assert re.search(r"mixed_precision .*fp16 .*--mixed-precision no, fp16 or bf16 .*tensorflow \( ?fp16 ?\)", words), words
+    assert re.search(r"mixed_precision .*fp16 .*--mixed-precision no, fp16 or bf16 .*tensorflow \( ?fp16 ?\)", words), (
+        words
+    )
 
 
 def test_every_command_and_every_flag_is_on_the_page(site):
