@@ -13,10 +13,15 @@ from tests.conftest import needs_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-# Pages that lead to others or are made from the code and from files elsewhere, and those whose samples other tests run.
+# Pages to learn from, which run from top to bottom in test_learning_pages.py. The site has an index.md in each directory.
+LEARNING_PLACES = ("tutorials", "concepts", "coming-from", "start", "troubleshooting", "faq", "glossary")
+LEARNING = [page for page in PAGES if page.relative_to(ROOT / "docs").with_suffix("").parts[0] in LEARNING_PLACES]
+LEARNING = [page for page in LEARNING if page.name != "index.md"]
+# Pages that lead to others, pages made from the code and from files elsewhere, and pages whose samples other tests run: test_readme.py
+# and test_learning_pages.py.
 LEADING = [page for page in PAGES if page.name in ("index.md", "how-to.md", "project.md")]
 MADE = [page for page in PAGES if page.parent.name in ("reference", "project")]
-ELSEWHERE = [ROOT / "docs" / "training.md", ROOT / "docs" / "index.md"]  # test_readme.py
+ELSEWHERE = [ROOT / "docs" / "training.md", ROOT / "docs" / "index.md", *LEARNING]
 PYTHON = "python -m distributed"
 
 
@@ -80,7 +85,7 @@ def test_command_line_sample_works(page, command, run_python, tmp_path):
 
 def test_every_page_has_samples_of_both_kinds():
     for page in PAGES:
-        if page not in (*LEADING, *MADE):
+        if page not in (*LEADING, *MADE, *LEARNING):
             kinds = {language for language, _, _ in blocks(page)}
             assert {"python", "bash"} <= kinds, page
 

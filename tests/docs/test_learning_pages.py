@@ -1,0 +1,161 @@
+"""The pages to learn from (start, tutorials, concepts, coming-from, questions) run from top to bottom in one directory.
+
+`python NAME` and `yaml NAME` are files that stand there from the start. `diff NAME` is a whole file before and after a change:
+NAME is the file after it. `text output` is what the sample before it prints, where `...` stands for any text.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import runpy
+import shlex
+import shutil
+
+import pytest
+
+from tests.cli.test_help import parse
+from tests.conftest import needs_backend
+from tests.docs.test_pages import LEARNING, ROOT, blocks, name_of
+
+REAL = (
+    "start",
+    "tutorials/",
+)  # pages whose commands run. Those of other pages are only parsed, unless they have --dry-run
+# Page -> the backends that its samples need. Pages with Ray start a cluster each.
+NEEDS = {"coming-from/horovod": "horovod", "coming-from/ray-train": "ray", "tutorials/sweep": "ray"}
+SLOW = {"coming-from/ray-train", "tutorials/sweep"}
+# Page -> what runs the file before the change. The first is for the file after it too, unless its backend is another.
+TRAIN = "-m distributed.cli train --nproc-per-node 2 --device cpu --script"
+DIFFS = {
+    "ddp": (TRAIN, TRAIN),
+    "accelerate": (TRAIN, TRAIN),
+    "horovod": (f"-m distributed.cli train --backend horovod {TRAIN.partition('train ')[2]}",) * 2,
+    "keras": ("", f"{TRAIN.removesuffix(' --script')} --backend pytorch-ddp --script"),
+    "hf-trainer": (TRAIN, TRAIN),
+    "ray-train": ("", ""),
+    "lightning": (None, TRAIN),
+}
+FULL = {"keras", "hf-trainer", "ray-train"}  # each takes ten seconds or more
+
+
+def page_of(name):
+    return ROOT / "docs" / f"{name}.md"
+
+
+def sides(text):
+    """Return the file before and after a change from a diff of the whole file."""
+    lines = text.splitlines()
+    return ("\n".join(line[1:] for line in lines if line[:1] not in skipped) + "\n" for skipped in "+-")
+
+
+def prepare(page, directory):
+    """Write the files that the page names."""
+    shutil.copytree(ROOT / "examples", directory / "examples", ignore=shutil.ignore_patterns("runs"))
+    for language, beside, code in blocks(page):
+        if language in ("python", "yaml") and "." in beside:
+            (directory / beside).write_text(code)
+        elif language == "diff":
+            (directory / beside).write_text(list(sides(code))[1])
+
+
+def steps(page):
+    """Return what happens from the top to the bottom of a page: ("python", code), ("bash", line) or ("output", text)."""
+    found, cells = [], ""
+    for language, beside, code in blocks(page):
+        if (language, beside) == ("python", "notebook"):
+            cells += code + "\n"
+        elif (language, beside) == ("python", ""):
+            found.append(("python", code))
+        elif language == "bash":
+            found += [("bash", line) for line in code.splitlines() if line.startswith("python ")]
+        elif (language, beside) == ("text", "output"):
+            found.append(("output", code))
+    return [*found, ("python", cells)] if cells else found
+
+
+def shows(text, output):
+    """Whether each line of `text` is in the output, in this order."""
+    pattern = ".*?^".join(re.escape(line.rstrip()).replace(re.escape("..."), "[^\n]*") for line in text.splitlines())
+    return re.search(f"^{pattern}", output, re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.full] * (name_of(page) in SLOW), id=name_of(page)) for page in LEARNING],
+)
+def test_a_page_runs_from_top_to_bottom(page, run_python, tmp_path):
+    if backend := NEEDS.get(name_of(page)):
+        needs_backend(backend)
+    prepare(page, tmp_path)
+    output = ""
+    for number, (kind, text) in enumerate(steps(page)):
+        if kind == "output":
+            assert shows(text, output), f"{text}\n--- is not in\n{output}"
+            continue
+        if kind == "python":
+            (tmp_path / f"sample-{number}.py").write_text(text)
+            words = [f"sample-{number}.py"]
+        else:
+            words = shlex.split(text)[1:]
+            if not name_of(page).startswith(REAL) and "--dry-run" not in words:
+                parse(words[2], words[3:])
+                continue
+        done = run_python(words, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0, f"{text}\n{done.output}"
+        output = done.stdout
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in FULL)) for n in DIFFS])
+def test_a_script_gives_the_same_loss_before_and_after_the_change(name, run_python, tmp_path):
+    """Lightning is not installed, so only the script after the change runs."""
+    page = page_of(f"coming-from/{name}")
+    if backend := NEEDS.get(f"coming-from/{name}"):
+        needs_backend(backend)
+    if name in ("accelerate", "hf-trainer") and importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed here")
+    ((_, _, diff),) = [block for block in blocks(page) if block[0] == "diff"]
+    losses = []
+    for side, code, command in zip(("before", "after"), sides(diff), DIFFS[name], strict=True):
+        (tmp_path / f"{side}.py").write_text(code)
+        if command is not None:
+            env = {"KERAS_BACKEND": "torch"} if name == "keras" and side == "before" else {}
+            done = run_python([*command.split(), f"{side}.py"], timeout=180, cwd=tmp_path, env=env)
+            assert done.returncode == 0, done.output
+            losses.append(float(re.findall(r"loss (\d\.\d{6})\s*$", done.stdout, re.M)[-1]))
+
+    assert losses[0] == pytest.approx(losses[-1], abs=2e-6) and losses[-1] < 2
+
+
+def templates(file):
+    """Return the strings of a file, with NUL where a value is put in."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_our_messages_on_the_page_of_messages_are_in_the_code():
+    ours = page_of("troubleshooting").read_text().partition("## Messages of libraries")[0]
+    headings = re.findall(r"^### `(.+)`$", ours, re.M)
+    texts = "\1".join(text for file in (ROOT / "distributed").rglob("*.py") for text in templates(file))
+
+    assert len(headings) > 20
+    for heading in headings:
+        words = re.sub(
+            r"'[\w-]+'|\b\d+ \(SIG\w+\)|\bnan\b|(?<=shows )no GPU|^GPUs(?= per)|^needs mlflow", "\0", heading
+        )
+        parts = [part.strip() for part in words.split("\0") if part.strip()]
+        assert re.search("[^\1]{0,40}".join(map(re.escape, parts)), texts), heading
+
+
+def test_the_pictures_are_what_the_script_draws():
+    drawn = runpy.run_path(str(ROOT / "scripts" / "draw_concepts.py"))["PICTURES"]
+    pages = sorted(path.stem for path in (ROOT / "docs" / "concepts").glob("*.md") if path.stem != "index")
+
+    assert sorted(drawn) == pages
+    for name, draw in drawn.items():
+        assert (ROOT / "docs" / "images" / f"concept-{name}.svg").read_text() == draw()
+        assert f"](../images/concept-{name}.svg)" in page_of(f"concepts/{name}").read_text()
