@@ -51,6 +51,7 @@ html_css_files = ["site.css"]
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
+html_use_index = False
 html_theme_options = {
     "logo": {"text": "distributed"},
     "header_links_before_dropdown": 6,

@@ -17,7 +17,7 @@ from distributed import errors
 from distributed.backends.capabilities import NO_SETTINGS, Capabilities, all_capabilities, field_of
 from distributed.backends.effects import EFFECTS
 from distributed.config.fields import Rule, in_words, rules
-from distributed.config.flags import SETTINGS, flag_of
+from distributed.config.flags import as_flag
 from distributed.config.registry import option_class
 from distributed.config.settings import GROUPS, DistributedConfig, group_options
 
@@ -53,17 +53,16 @@ def _settings(backends: list[Capabilities]) -> Iterator[tuple[tables.Cell, ...]]
             yield (f"Options of {each.backend}",)
         for option, rule in found.items():
             name = f"{each.group}.{option}"
-            yield _row(name, rule, each.needs.get(name, ""), [nodes.Text("other backends ignore it")])
+            yield _row(name, rule, each.needs.get(name, ""), [nodes.Text("as a flag: backends without this group")])
 
 
 def _row(name: str, rule: Rule, needs: str, refused: list[nodes.Node]) -> tuple[tables.Cell, ...]:
     meaning = [nodes.paragraph("", "", *tables.inline(rule.help))]
     if needs:
         meaning.append(nodes.paragraph("", "", *tables.inline(f"Has an effect only with {needs}."), classes=["needs"]))
-    flag = flag_of(name) if name in SETTINGS else f"--set {name}="
     named = [tables.target(f"setting-{tables.slug(name)}", nodes.literal("", name))]
     default = "not set" if rule.default is None or rule.default == {} else f"`{in_words(rule.default)}`"
-    return named, _type(rule), default, f"`{flag}`", meaning, refused
+    return named, _type(rule), default, f"`{as_flag(name, None)}`", meaning, refused
 
 
 def _type(rule: Rule) -> str:
