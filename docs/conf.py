@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from sphinx.application import Sphinx
+
 DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS / "_extensions")]
 
@@ -68,3 +71,13 @@ html_context = {"default_mode": "auto"}
 html_sidebars = {"index": [], "faq": [], "glossary": [], "troubleshooting": [], "start": []}
 
 copybutton_prompt_text = "$ "
+
+
+def setup(app: Sphinx) -> None:
+    """Draw the dash between an argument and its text, which `smartquotes` would draw in all texts, flags included."""
+    app.connect("doctree-read", _draw_dashes)
+
+
+def _draw_dashes(app: Sphinx, doctree: nodes.document) -> None:
+    for text in [each for each in doctree.findall(nodes.Text) if each == " -- "]:
+        text.parent.replace(text, nodes.Text(" – "))  # noqa: RUF001
