@@ -58,7 +58,8 @@ LONGEST = (
     "test_keras_engines", "test_doors", "test_seeds", "test_parity", "test_fit_from_script", "test_mlflow", "test_readme", "test_keras",
     "test_notebooks", "test_foreign_launchers", "test_signals", "test_launch", "test_whole_model", "test_resume", "test_failures",
     "test_benchmarks", "test_communication", "test_gpu_suite", "test_old_checkpoints", "test_fsdp", "test_tensorboard", "test_options",
-    "test_losses", "test_examples", "test_session", "test_notebook", "test_deepspeed_files", "test_compile_cache", "test_rate_search",
+    "test_losses", "test_learning_pages", "test_examples", "test_session", "test_notebook", "test_deepspeed_files",
+    "test_compile_cache", "test_rate_search",
 )  # fmt: skip
 
 

@@ -98,6 +98,18 @@ def test_every_backend_has_a_page_that_names_all_its_options_and_no_others():
         assert rows == [f"{row.group}.{option}" for option in option_class(row.group).__dataclass_fields__], row.name
 
 
+def prose(page):
+    """Return a page without its samples."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+
+
+def anchors(page):
+    """Return the anchors of the headings, as GitHub names them."""
+    return {
+        re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in re.findall(r"^#+ (.+)$", prose(page), re.M)
+    }
+
+
 def test_the_front_page_shows_samples_of_the_readme():
     readme = blocks(ROOT / "README.md")
     shown = [block for block in blocks(ROOT / "docs" / "index.md") if block[0] in ("python", "bash")]
@@ -111,7 +123,7 @@ def test_the_front_page_shows_samples_of_the_readme():
     ids=lambda page: page.parent.name + "-" + page.stem,
 )
 def test_no_heading_stands_twice(page):
-    headings = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S), re.M)
+    headings = re.findall(r"^#+ (.+)$", prose(page), re.M)
     assert headings and len(headings) == len(set(headings))
 
 
@@ -122,7 +134,9 @@ def test_no_heading_stands_twice(page):
 )
 def test_no_link_leads_nowhere(page):
     """Between pages, and to the files of the repository. test_site.py checks the site, which leads to every page."""
-    targets = re.findall(r"\]\(([^)#:]+)[^):]*\)", re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S))
-    assert [target for target in targets if not (page.parent / target).exists()] == []
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", prose(page)):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or file.suffix != ".md" or file.resolve() in MADE or anchor in anchors(file), (target, anchor)
     addresses = re.findall(r"\]\((\w+:[^)]*)\)", page.read_text())
     assert [each for each in addresses if not re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>]*)?", each)] == []
