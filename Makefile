@@ -1,5 +1,6 @@
 # Two commands for a newcomer: `make demo` trains on two processes, `make test` runs the whole suite.
-# Both set up .venv first (Python >= 3.11): `make demo` installs what the demo needs, every other target the rest too.
+# Both set up .venv first (Python >= 3.11): `make demo` installs what the demo needs, `make docs` what the site needs, and every other
+# target all of it.
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and the like are pip's own to read.
 
 PYTHON ?= python3
@@ -9,6 +10,7 @@ BIN := $(VENV)/bin
 DEMO := -m distributed.cli train --script examples/train.py --backend pytorch-ddp --nproc-per-node 2
 DEMO_EXTRAS := torch,plot,report,examples
 DEMO_STAMP := $(VENV)/.demo
+DOCS_STAMP := $(VENV)/.docs
 STAMP := $(VENV)/.installed
 HOROVOD_STAMP := $(VENV)/.horovod
 HOROVOD_WITH ?=
@@ -16,7 +18,7 @@ HOROVOD_WITH ?=
 # files come first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test test-full test-cluster test-gpu check format bench screenshots docker-check release clean horovod
+.PHONY: demo test test-full test-cluster test-gpu check format docs bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(DEMO_STAMP)
@@ -59,12 +61,17 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The documentation as a site, in build/docs/index.html. A warning, such as a link between pages that leads nowhere, is an error.
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx -W --keep-going -q -E -j 2 -d build/doctrees docs build/docs
+
 bench: $(STAMP)
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/startup.py
 
 # The pictures in docs/images, from real runs. Needs chromium (apt.txt).
 screenshots: $(STAMP)
+	$(BIN)/python scripts/draw_run.py
 	$(BIN)/python scripts/screenshots.py
 
 # What the Dockerfiles install, in clean directories without a container engine. The CUDA sets, gigabytes, are only resolved.
@@ -85,10 +92,12 @@ clean:
 # it here, as pip does by itself, takes longer than the rest of the installation. Where Python was told to keep nothing that it
 # compiles, every process would compile all that it imports, and so it is done here.
 $(DEMO_STAMP): EXTRAS := $(DEMO_EXTRAS)
+$(DOCS_STAMP): EXTRAS := docs
 $(STAMP): EXTRAS := all
-$(DEMO_STAMP) $(STAMP): pyproject.toml constraints.txt
+$(STAMP): SERVES := $(DEMO_STAMP) $(DOCS_STAMP)
+$(DEMO_STAMP) $(DOCS_STAMP) $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-compile -e '.[$(EXTRAS)]'
 	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib distributed || true)
-	touch $(DEMO_STAMP) $@
+	touch $(SERVES) $@

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_scope(*modules: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager inside which forward passes keep no activations within `modules`.
+    """Return a context manager inside which forward passes keep no activations within `modules`::
 
         with checkpoint_scope():
             loss = criterion(model(batch), targets)

@@ -140,17 +140,31 @@ class LoggedMedia:
 
 @dataclasses.dataclass(slots=True)
 class TrainState:
-    """The state of training that all ranks share, as checkpoints store it. All values are JSON-able."""
+    """The state of training that all ranks share, as checkpoints store it. All values are JSON-able.
 
-    step: int = 0  # optimizer updates done
-    epoch: int = 0  # epochs finished
-    samples_in_epoch: int = 0  # the data cursor: number of global samples of the current epoch that were used
+    Attributes:
+        step: the number of optimizer updates done.
+        epoch: the number of epochs finished.
+        samples_in_epoch: the data cursor: the number of global samples of the current epoch that were used.
+        samples_seen: the number of global samples that were used.
+        cursor: the place of a stream, see `ShardedData.cursor`.
+        stop_reason: why training ended early, such as "max_steps", "early_stopping" or "signal 15".
+        metrics: the latest value of every metric.
+        best: the best value of every metric.
+        rows: one row per epoch with its validation, or one per validation if `validate_every_n_steps` or
+            `validate_every_s` is set.
+        train_time_s: seconds in steps, over all attempts.
+        total_time: seconds in `fit`, over all attempts.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples_in_epoch: int = 0
     samples_seen: int = 0
-    cursor: dict[str, Any] | None = None  # where a stream stands, see `ShardedData.cursor`
-    stop_reason: str | None = None  # why training ended early: "max_steps", "early_stopping", "signal 15", ...
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # the latest value of every metric
+    cursor: dict[str, Any] | None = None
+    stop_reason: str | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     best: dict[str, float] = dataclasses.field(default_factory=dict)
-    # One row per epoch with its validation, or one per validation if `validate_every_n_steps` or `validate_every_s` is set.
     rows: list[dict[str, float]] = dataclasses.field(default_factory=list)
     # Whether the newest row exists only because training ended there. The next row replaces it.
     is_last_row_open: bool = False
@@ -159,8 +173,8 @@ class TrainState:
     over_all: dict[str, float] = dataclasses.field(default_factory=dict)
     # Name -> [sum, count] since the last log line.
     log_sums: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    train_time_s: float = 0.0  # seconds in steps, over all attempts
-    total_time: float = 0.0  # seconds in fit, over all attempts
+    train_time_s: float = 0.0
+    total_time: float = 0.0
     fit_starts: list[list[int]] = dataclasses.field(default_factory=list)  # [epoch, step] at which each fit call began
     callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -16,11 +16,19 @@ class History:
     """Hold what `fit` returns: one row per epoch (also for an epoch that `max_steps` cut off) and the best values.
 
     With `validate_every_n_steps` or `validate_every_s` there is one row per validation instead.
+
+    Attributes:
+        rows: the metrics of each row by name, with `step`, `epoch` and the prefix `val_` for validation.
+        best_metrics: the best value of each metric.
+        total_time: the time in seconds, over all attempts.
+        steps: the number of optimizer updates.
+        run_dir: the run directory.
+        stop_reason: why training ended early, or None.
     """
 
     rows: list[dict[str, float]]
     best_metrics: dict[str, float]
-    total_time: float  # in seconds, over all attempts
+    total_time: float
     steps: int = 0
     run_dir: str | None = None
     stop_reason: str | None = None

@@ -17,6 +17,11 @@ PAGES = sorted((ROOT / "docs").rglob("*.md"))
 LEARNING_PLACES = ("tutorials", "concepts", "coming-from", "start", "troubleshooting", "faq", "glossary")
 LEARNING = [page for page in PAGES if page.relative_to(ROOT / "docs").with_suffix("").parts[0] in LEARNING_PLACES]
 LEARNING = [page for page in LEARNING if page.name != "index.md"]
+# Pages that lead to others, pages made from the code and from files elsewhere, and pages whose samples other tests run: test_readme.py
+# and test_learning_pages.py.
+LEADING = [page for page in PAGES if page.name in ("index.md", "how-to.md", "project.md")]
+MADE = [page for page in PAGES if page.parent.name in ("reference", "project")]
+ELSEWHERE = [ROOT / "docs" / "training.md", ROOT / "docs" / "index.md", *LEARNING]
 PYTHON = "python -m distributed"
 
 
@@ -40,14 +45,14 @@ def needed(page):
 SCRIPTS = [
     pytest.param(page, code, id=f"{name_of(page)}-{number}")
     for page in PAGES
-    if page not in LEARNING
+    if page not in ELSEWHERE
     for number, (language, beside, code) in enumerate(blocks(page))
     if (language, beside) == ("python", "")
 ]
 COMMANDS = [
     pytest.param(page, line, id=f"{name_of(page)}-{number}")
     for page in PAGES
-    if page not in LEARNING
+    if page not in ELSEWHERE
     for number, line in enumerate(
         line for language, _, code in blocks(page) if language == "bash" for line in code.splitlines()
     )
@@ -80,7 +85,7 @@ def test_command_line_sample_works(page, command, run_python, tmp_path):
 
 def test_every_page_has_samples_of_both_kinds():
     for page in PAGES:
-        if page.name not in ("README.md", "index.md") and page not in LEARNING:
+        if page not in (*LEADING, *MADE, *LEARNING):
             kinds = {language for language, _, _ in blocks(page)}
             assert {"python", "bash"} <= kinds, page
 
@@ -105,9 +110,16 @@ def anchors(page):
     }
 
 
+def test_the_front_page_shows_samples_of_the_readme():
+    readme = blocks(ROOT / "README.md")
+    shown = [block for block in blocks(ROOT / "docs" / "index.md") if block[0] in ("python", "bash")]
+    assert {language for language, _, _ in shown} == {"python", "bash"}
+    assert all(block in readme for block in shown)
+
+
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, ROOT / "README.md", ROOT / "docker" / "README.md"],
+    [*(page for page in PAGES if page.parent.name != "project"), ROOT / "README.md", ROOT / "docker" / "README.md"],
     ids=lambda page: page.parent.name + "-" + page.stem,
 )
 def test_no_heading_stands_twice(page):
@@ -115,12 +127,16 @@ def test_no_heading_stands_twice(page):
     assert headings and len(headings) == len(set(headings))
 
 
-def test_the_index_leads_to_every_page_and_no_link_is_broken():
-    index = (ROOT / "docs" / "README.md").read_text()
-    for page in PAGES:
-        if page.name not in ("README.md", "index.md") and page not in LEARNING:
-            assert f"({name_of(page)}.md)" in index, page
-        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", prose(page)):
-            file = page.parent / target if target else page
-            assert file.exists(), (page, target)
-            assert not anchor or file.suffix != ".md" or anchor in anchors(file), (page, target, anchor)
+@pytest.mark.parametrize(
+    "page",
+    [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"],
+    ids=lambda page: page.relative_to(ROOT).as_posix(),
+)
+def test_no_link_leads_nowhere(page):
+    """Between pages, and to the files of the repository. test_site.py checks the site, which leads to every page."""
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([\w-]+))?\)", prose(page)):
+        file = page.parent / target if target else page
+        assert file.exists(), target
+        assert not anchor or file.suffix != ".md" or file.resolve() in MADE or anchor in anchors(file), (target, anchor)
+    addresses = re.findall(r"\]\((\w+:[^)]*)\)", page.read_text())
+    assert [each for each in addresses if not re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/[^\s<>]*)?", each)] == []

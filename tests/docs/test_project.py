@@ -179,6 +179,7 @@ def test_the_demo_installs_what_it_needs_and_the_rest_comes_with_other_targets(p
     assert installs(plan("demo")) == []
     assert TRAIN in plan("demo")
     assert all(installs(plan(target)) == ["all"] for target in ("test", "check", "format", "bench"))
+    assert installs(plan("docs")) == ["docs"]
 
 
 @pytest.mark.parametrize("moved", ["constraints.txt", "pyproject.toml"])
@@ -194,7 +195,10 @@ def test_a_moved_pin_or_requirement_installs_again(plan, tmp_path, moved):
     assert [installs(plan(target)) for target in ("demo", "test")] == [["torch,plot,report,examples"], ["all"]]
 
 
-def test_the_full_installation_serves_the_demo(tmp_path):
-    (rule,) = re.findall(r"^\$\(DEMO_STAMP\) \$\(STAMP\): .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+def test_the_full_installation_serves_the_demo_and_the_site(plan, tmp_path):
+    made = re.findall(r"^touch (.+)$", plan("test"), re.M)[0].split()
+    for name in made:
+        (tmp_path / name).touch()
 
-    assert rule.splitlines()[-1] == "\ttouch $(DEMO_STAMP) $@"
+    assert {".venv/.demo", ".venv/.docs", ".venv/.installed"} == set(made)
+    assert [installs(plan(target)) for target in ("demo", "docs", "test")] == [[], [], []]

@@ -1,4 +1,4 @@
-"""The samples of README.md run as they stand."""
+"""The samples of README.md and of docs/training.md run as they stand, one after another where they need each other."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import pytest
 from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\S+)(?: (\S+))?\n(.*?)^```$", README, re.M | re.S)
+BLOCKS = [
+    block
+    for page in ("README.md", "docs/training.md")
+    for block in re.findall(r"^```(\S+)(?: (\S+))?\n(.*?)^```$", (ROOT / page).read_text(), re.M | re.S)
+]
 SCRIPTS = [code for language, kind, code in BLOCKS if (language, kind) == ("python", "")]
 CELLS = [code for language, kind, code in BLOCKS if (language, kind) == ("python", "notebook")]
 COMMANDS = [
@@ -24,6 +27,10 @@ COMMANDS = [
 RUN = (" doctor", " report ", " checkpoint ", " backends", " parity ")
 EXECUTED = [lines for lines in COMMANDS if any(verb in line for line in lines for verb in RUN)]
 UNDERSTOOD = [line for lines in COMMANDS if lines not in EXECUTED for line in lines]  # their runs take minutes
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) < 120
 
 
 def test_all_three_ways_have_a_sample():

@@ -482,7 +482,7 @@ def test_no_command_shows_a_setting_without_effect(place, capsys, monkeypatch):
         line
         for _, code in blocks("bash")
         for line in code.splitlines()
-        if re.match(r"python -m distributed.cli train", line)
+        if re.match(r"python -m distributed.cli train .*--script", line)
     ]
     seen, wrong = 0, []
     for line in lines:
