@@ -37,7 +37,7 @@ SAVE, VALIDATE = "save", "validate"  # the requests of the clocks of `checkpoint
 
 @dataclasses.dataclass
 class Run:
-    """Hold everything that a fit needs. `Session` builds it."""
+    """Hold everything that a fit needs. `FitSession` builds it."""
 
     backend: Backend[Any]
     config: DistributedConfig

@@ -96,7 +96,7 @@ def _hinted() -> Iterator[None]:
         raise
 
 
-class Session:
+class FitSession:
     """Train, evaluate, predict and save for one Trainer in this process with `backend`. All ranks call every method."""
 
     def __init__(self, setup: Setup, backend: Backend[Any]) -> None:
