@@ -33,6 +33,7 @@ class Job:
     training_step: Callable[..., Any] | None = None
     metrics: Mapping[str, Callable[..., Any]] = dataclasses.field(default_factory=dict)
     names: tuple[str, ...] = ()  # the names of several models, or () for one model
+    is_own_loop: bool = False  # whether the script runs the loop and computes the losses, see `training.own_loop`
     # Where the first weights come from (see `checkpoints.weights`), or None for those of `model`.
     init_from: str | None = None
 

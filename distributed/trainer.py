@@ -16,7 +16,7 @@ from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
 from distributed.loggers import logged
-from distributed.loggers.logger import Logger
+from distributed.loggers.logger import Logger, split_loggers
 from distributed.metrics.monitor import check_names
 from distributed.metrics.over_all import as_declared, check_metric
 from distributed.runs.history import History
@@ -87,7 +87,7 @@ class Trainer:
         schedulers: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        objects, names = _split_loggers(loggers)
+        objects, names = split_loggers(loggers)
         if names:
             settings = {**settings, "loggers": names}
         if isinstance(optimizer, str):
@@ -440,19 +440,6 @@ def _check_callbacks(callbacks: Any) -> None:
                     f"{type(callback).__name__}.{name} would never be called{nearest(name, hooks)}: the hooks are"
                     f" {', '.join(hooks)}; give a method of your own a name without on_"
                 )
-
-
-def _split_loggers(loggers: Any) -> tuple[list[Logger], list[str]]:
-    """Return (objects, names). Lets each object check its library. Raises ConfigError for anything else."""
-    given = loggers.split(",") if isinstance(loggers, str) else loggers
-    if isinstance(given, Logger) or not isinstance(given, Sequence):
-        raise ConfigError(f"loggers is a {type(loggers).__name__}: pass a list, loggers=[...]")
-    objects = [each for each in given if not isinstance(each, str)]
-    for each in objects:
-        if not isinstance(each, Logger):
-            raise ConfigError(f"logger {each!r} is not a name or a distributed.Logger: derive its class from Logger")
-        each.check()
-    return objects, [each for each in given if isinstance(each, str)]
 
 
 class PyTorchDDPTrainer(Trainer):

@@ -34,9 +34,13 @@ class _Held:
 
 
 class Logged:
-    """Values that the user's code logs on this rank, until they join the result of a step. Ranks may log different names."""
+    """Values that the user's code logs on this rank, until they join the result of a step. Ranks may log different names.
 
-    def __init__(self) -> None:
+    With `reserves`, names that rows of a run and loggers use themselves are refused.
+    """
+
+    def __init__(self, *, reserves: bool = True) -> None:
+        self._reserves = reserves
         # The samples of the micro-batch whose step runs, None outside of a step. With 0 nothing is kept.
         self.num_samples: int | None = None
         self._refusal: str | None = None
@@ -178,8 +182,9 @@ class Logged:
                 f"log({name!r}, reduce={reduce!r}) is not a way to reduce{nearest(str(reduce), _REDUCTIONS)}: choose one of"
                 f" {', '.join(_REDUCTIONS)}"
             )
-        check_names([name])
-        if name in self._taken or name.startswith(_TAKEN):
+        if self._reserves:
+            check_names([name])
+        if self._reserves and (name in self._taken or name.startswith(_TAKEN)):
             raise ConfigError(f"log({name!r}, ...) has a name that a metric of the trainer uses: give it another name")
         if (before := self._reductions.get(name)) is not None:
             raise ConfigError(
