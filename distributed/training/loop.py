@@ -337,7 +337,7 @@ def _recorders(run: Run) -> list[Recorder]:
     return [callback for callback in run.callbacks if isinstance(callback, Recorder)]
 
 
-def _collect(run: Run) -> None:
+def collect(run: Run) -> None:
     """Sum the results of the steps since the last call over all ranks. A collective, and the only host sync of training."""
     state = run.state
     if not run.window:
@@ -360,7 +360,7 @@ def _log(run: Run, *, is_end: bool = False) -> None:
 
     `is_end` says that the row of the epoch is made before any further step.
     """
-    _collect(run)
+    collect(run)
     state = run.state
     if not state.log_sums:
         return
@@ -396,7 +396,7 @@ def _validate(run: Run) -> bool:
     state = run.state
     if state.has_row:
         return True
-    _collect(run)
+    collect(run)
     row = _measure(run, is_validated=True)
     if row is None:
         return False
@@ -553,7 +553,7 @@ def _record_pending(run: Run) -> None:
 def save(run: Run) -> None:
     """Save a checkpoint now. A collective."""
     run.is_save_due = False
-    _collect(run)
+    collect(run)
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()

@@ -280,8 +280,11 @@ class Session:
             )
         if is_model(model):
             raise ConfigError("prepare() takes torch modules: a Keras model is trained by Trainer(model)")
-        if not (optimizer is None or callable(optimizer) or hasattr(optimizer, "step")):
-            raise ConfigError(f"prepare() got a {type(optimizer).__name__} as its optimizer: pass an optimizer or None")
+        for name, value in {"optimizer": optimizer, "scheduler": scheduler}.items():
+            if not (value is None or callable(value) or hasattr(value, "step")):
+                raise ConfigError(
+                    f"prepare() got a {type(value).__name__} as its {name}: pass an object or a factory, or set {name}=NAME in Session()"
+                )
         self._job.model, self._job.optimizer, self._job.scheduler = model, optimizer, scheduler
         check_named(self._setup.merged, self._job)
         self._setup.check_job()

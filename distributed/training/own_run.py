@@ -110,6 +110,8 @@ class OwnRun:
         self._run = self._leaving.enter_context(self._fits.running(self._fits.start(self._opened)))
         self._leaving.push(self._end)
         loop.begin(self._run)
+        # Metrics of a validation are logged after an epoch, see `_finish_epoch`.
+        self._run.uncertain = [name for name in self._run.uncertain if not name.startswith(PREFIX)]
         return self._run
 
     def _end(
@@ -232,6 +234,7 @@ class OwnRun:
         run = self.run
         self._settle()
         if path is not None:
+            loop.collect(run)
             return self._fits.save(path)
         loop.save(run)
         if run.last_saved != (run.state.step, run.state.epoch) or self._fits.checkpoint is None:

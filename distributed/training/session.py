@@ -97,6 +97,12 @@ class Fit:
         """Update `state.total_time`."""
         self.state.total_time = time.monotonic() - self.began
 
+    def state_to_save(self) -> TrainState:
+        """Return the state with the time and the states of the callbacks as they are now."""
+        self.stop_clock()
+        self.state.callbacks = states(self.callbacks)
+        return self.state
+
 
 @contextlib.contextmanager
 def hinted() -> Iterator[None]:
@@ -129,7 +135,8 @@ class FitSession:
         self._curve: Any = None  # the schedule of the fit, if settings name it
         self.checkpoint: Path | None = None  # newest checkpoint that this trainer saved or resumed from
         self._is_saved = False  # whether the state at the start of training is in the store
-        self._state: TrainState | None = None
+        self._state: TrainState | None = None  # of the last fit that ended
+        self._fit: Fit | None = None  # the fit that runs
         self._num_fits = 0
 
     # ------------------------------------------------------------------ fit
@@ -212,9 +219,10 @@ class FitSession:
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
+        job = self.setup.job
         run = loop.Run(
             self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
-            metrics=self.setup.job.metrics, has_training_step=self.setup.job.training_step is not None,
+            metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
         )  # fmt: skip
         self.backend.configure(before_update=before_update(fit.callbacks, state))
         self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True)
@@ -237,7 +245,7 @@ class FitSession:
     @contextlib.contextmanager
     def _recorded(self, fit: Fit, run: loop.Run, common: CommonStep) -> Iterator[None]:
         """Return a block in which the loop runs. If it fails, record how, and raise the error. A collective."""
-        config = run.config
+        config, self._fit = run.config, fit
         try:
             with (
                 stop_on_signals(
@@ -259,6 +267,7 @@ class FitSession:
                 raise
             raise raised from error
         finally:
+            self._fit = None
             common.close()
             self.backend.unwrap()
 
@@ -409,8 +418,7 @@ class FitSession:
         if not self.setup.request.keeps_checkpoints:
             return True
         state, config = fit.state, self.merged.config
-        fit.stop_clock()
-        state.callbacks = states(fit.callbacks)
+        fit.state_to_save()
         is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
         path = fit.store.save(
             state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None
@@ -577,6 +585,8 @@ class FitSession:
             context=self.context, on_event=self._reporter,
         )  # fmt: skip
         state = self._state or TrainState()
+        if self._fit is not None:
+            state = self._fit.state_to_save()
         with self.backend.own_generators():  # a checkpoint stores their states too
             saved = store.save(state, _without_paths(self.merged.config), None)
         if saved is None:

@@ -12,7 +12,7 @@ def stand_in(target: Any, **methods: Any) -> Any:
     """
 
     def reduce(self: Any, protocol: Any) -> Any:
-        return target.__reduce_ex__(protocol)
+        return target.__reduce_ex__(1)  # later protocols require the class of `self`
 
     kind = type(target)
     made: Any = object.__new__(
