@@ -51,6 +51,7 @@ class Run:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
     has_training_step: bool = False  # a training_step may report further metrics after the first update
     uncertain: Sequence[str] = ()  # monitors that the first update has to report
+    is_monitor_expected: bool = True  # whether it is an error that a row lacks the monitor of the best checkpoint
     is_save_due: bool = False  # a save is due and waits for the end of a validation or of the epoch
     is_validating: bool = False
     row_step: int = -1  # step of the newest row that this fit has kept
@@ -481,7 +482,7 @@ def _measure(run: Run, *, is_validated: bool) -> dict[str, float] | None:
             callback.on_log(state, "val", measured)
         row |= {f"{PREFIX}{name}": value for name, value in measured.items()}
     row["learning_rate"] = run.backend.learning_rates()[0]
-    if is_validated and state.samples_in_epoch:
+    if is_validated and state.samples_in_epoch and run.is_monitor_expected:
         check_reported(run.config, row, is_validated=run.validation is not None, earlier=state.rows)
     return row
 

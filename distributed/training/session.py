@@ -223,6 +223,7 @@ class FitSession:
         run = loop.Run(
             self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
             metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
+            is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"),
         )  # fmt: skip
         self.backend.configure(before_update=before_update(fit.callbacks, state))
         self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True)
