@@ -125,6 +125,7 @@ class OwnSteps:
             loss.value = loss.value.detach()
         else:
             self._passes.backward_weightless(loss, self._losses, is_last=self._is_last)
+        self._backend.logged.num_samples = micro.num_samples  # recomputing activations has reset it
         self._unsynced.close()
         self._restored.close()
         self._losses.append(loss)
