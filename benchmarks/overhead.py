@@ -34,9 +34,9 @@ HERE = Path(__file__).resolve().parent
 LIMIT_S = 900
 LOG_EVERY = 50  # steps, by default
 IMAGE_EVERY = 100  # steps
-BASE, AGAIN, OURS, FULL, AVERAGED, IMAGED, TRACKED = (
+BASE, AGAIN, OURS, FULL, AVERAGED, IMAGED, TRACKED, OWN = (
     "hand-written", "hand-written again", "Trainer, defaults", "Trainer, callbacks, metrics, log",
-    "Trainer, moving average", "Trainer, images", "Trainer, TensorBoard, MLflow",
+    "Trainer, moving average", "Trainer, images", "Trainer, TensorBoard, MLflow", "Session, own loop",
 )  # fmt: skip
 Turns = list[dict[str, float]]
 
@@ -111,7 +111,8 @@ def goals_of(name: str, turns: dict[str, Turns], turn_steps: int, metric_s: floa
         return [step, average, image, line]
     on_top = [microseconds - 1e6 * metric_s for microseconds in over(turns[FULL], turns[OURS])]
     noise = over(turns[AGAIN], turns[BASE])
-    return [step, Goal("callbacks, metrics, log: CPU us on top of the metric's own", 10, on_top, noise, par=0.0)]
+    own = Goal("own loop: a step's CPU x", 1.0, ratios(turns[OWN], turns[BASE], "mean"), again)
+    return [step, own, Goal("callbacks, metrics, log: CPU us on top of the metric's own", 10, on_top, noise, par=0.0)]
 
 
 def measure(name: str, quick: bool, store: dict[str, str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import hashlib
@@ -10,7 +11,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from distributed import Trainer
+from distributed import Session, Trainer
 from distributed.callbacks import Callback, ExponentialMovingAverage
 from distributed.loggers import Image
 from distributed.state import StepResult, TrainState
@@ -27,7 +28,8 @@ from hand_written import HandWritten
 from turns import TrainerTurns, compete
 from workloads import WORKLOADS, Workload
 
-AVERAGED, IMAGED, TRACKED = "Trainer, moving average", "Trainer, images", "Trainer, TensorBoard, MLflow"
+AVERAGED, IMAGED = "Trainer, moving average", "Trainer, images"
+TRACKED, OWN = "Trainer, TensorBoard, MLflow", "Session, own loop"
 
 
 class Counting(Callback):
@@ -83,6 +85,38 @@ def trainer(workload: Workload, data: TensorDataset, model: nn.Module, **setting
     return TrainerTurns(lambda: ours.fit(DataLoader(data, batch_size=workload.batch_size)))
 
 
+class OwnLoop:
+    """A loop of its own on our Session as a contestant."""
+
+    def __init__(self, workload: Workload, data: TensorDataset) -> None:
+        self.model, self._leaving = workload.initial_model(), contextlib.ExitStack()
+        settings = {"backend": "pytorch-ddp", "gradient_clipping": workload.gradient_clipping, "verbose": False}
+        session = self._leaving.enter_context(Session(**settings))
+        loader = DataLoader(data, batch_size=workload.batch_size)
+        self._steps = self._run(session, workload, *session.prepare(self.model, workload.optimizer, loader))
+
+    def _run(self, s: Session, workload: Workload, model: nn.Module, _: Any, loader: Any) -> Iterator[None]:
+        for _ in s.epochs():
+            for inputs, targets in loader:
+                s.backward(workload.loss_fn(model(inputs), targets))
+                s.update()
+                yield
+
+    def turn(self, steps: int) -> list[tuple[float, float]]:
+        """Run `steps` updates. Return the (main-thread CPU, wall) clocks before each and after the last, in seconds."""
+        marks = []
+        for _ in range(steps):
+            marks.append((time.thread_time(), time.perf_counter()))
+            next(self._steps)
+        marks.append((time.thread_time(), time.perf_counter()))
+        return marks
+
+    def end(self) -> None:
+        """End the loop."""
+        assert next(self._steps, None) is None
+        self._leaving.close()
+
+
 def threads_clocks() -> tuple[float, float]:
     """Return the CPU time in seconds of the threads of MLflow's logger, and the wall time."""
     idents = [
@@ -131,13 +165,16 @@ def main(name: str, out: Path, quick: bool) -> None:
     models = {name: workload.initial_model() for name in settings}
     ours = {name: trainer(workload, data, model, **settings[name]) for name, model in models.items()}
     contestants = {name: loop.turn for name, loop in loops.items()} | {name: turns.turn for name, turns in ours.items()}
+    own = OwnLoop(workload, data)
+    contestants[OWN] = own.turn
     before = threads_clocks()
     turns = compete(contestants, workload.turn_steps, workload.rounds)
     add_threads(turns.get(TRACKED, []), before, threads_clocks())
+    own.end()
     for each in ours.values():
         each.end()
     digests = {name: digest(loop.model.module) for name, loop in loops.items()}
-    digests |= {name: digest(model) for name, model in models.items()}
+    digests |= {name: digest(model) for name, model in {**models, OWN: own.model}.items()}
     if dist.get_rank() == 0:
         rounds = f"{workload.rounds - 1} rounds of {workload.turn_steps} steps"
         about = f"batch {workload.batch_size} per rank, 2 gloo processes, 1 thread each, {rounds}"

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
         TensorFlowDistributedTrainer,
         Trainer,
     )
+    from distributed.training.function_launch import launch
+    from distributed.training.own_loop import Session
     from distributed.tuning.tuner import DistributedTuner
 
 __version__ = "0.1.0"
@@ -76,6 +78,7 @@ _HOMES = {
     "RayTrainer": "trainer",
     "ReduceOp": "comm",
     "ResourceError": "errors",
+    "Session": "training.own_loop",
     "TensorFlowDistributedTrainer": "trainer",
     "Trainer": "trainer",
     "TrainingError": "errors",
@@ -92,6 +95,7 @@ _HOMES = {
     "get_world_size": "comm",
     "init_process_group": "comm",
     "is_initialized": "comm",
+    "launch": "training.function_launch",
     "launch_distributed_training": "launcher",
     "load_weights": "backends.weights",
     "memory_pool_scope": "gradient_checkpointing",
@@ -121,6 +125,7 @@ __all__ = [
     "RayTrainer",
     "ReduceOp",
     "ResourceError",
+    "Session",
     "TensorFlowDistributedTrainer",
     "Trainer",
     "TrainingError",
@@ -137,6 +142,7 @@ __all__ = [
     "get_world_size",
     "init_process_group",
     "is_initialized",
+    "launch",
     "launch_distributed_training",
     "load_weights",
     "memory_pool_scope",

@@ -38,6 +38,7 @@ class Job:
     processing_class: Any = None  # the tokenizer or the processor of the data, or None
     predict_with_generate: bool = False  # whether metrics get what model.generate() returns
     generation_config: Any = None  # its configuration, or None for that of the model
+    is_own_loop: bool = False  # whether the script runs the loop and computes the losses, see `training.own_loop`
     # Where the first weights come from (see `checkpoints.weights`), or None for those of `model`.
     init_from: str | None = None
 

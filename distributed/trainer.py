@@ -18,7 +18,7 @@ from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
 from distributed.loggers import logged
-from distributed.loggers.logger import Logger
+from distributed.loggers.logger import Logger, split_loggers
 from distributed.metrics.named import read_metrics
 from distributed.runs.history import History
 from distributed.runs.processes import interrupts_kept
@@ -108,7 +108,7 @@ class Trainer:
         generation_config: Any = None,
         **settings: Any,
     ) -> None:
-        objects, names = _split_loggers(loggers)
+        objects, names = split_loggers(loggers)
         if names:
             settings = {**settings, "loggers": names}
         if isinstance(optimizer, str):
@@ -525,19 +525,6 @@ def _read_callbacks(callbacks: Any) -> list[Callback]:
                     f" {', '.join(hooks)}; give a method of your own a name without on_"
                 )
     return read
-
-
-def _split_loggers(loggers: Any) -> tuple[list[Logger], list[str]]:
-    """Return (objects, names). Lets each object check its library. Raises ConfigError for anything else."""
-    given = loggers.split(",") if isinstance(loggers, str) else loggers
-    if isinstance(given, Logger) or not isinstance(given, Sequence):
-        raise ConfigError(f"loggers is a {type(loggers).__name__}: pass a list, loggers=[...]")
-    objects = [each for each in given if not isinstance(each, str)]
-    for each in objects:
-        if not isinstance(each, Logger):
-            raise ConfigError(f"logger {each!r} is not a name or a distributed.Logger: derive its class from Logger")
-        each.check()
-    return objects, [each for each in given if isinstance(each, str)]
 
 
 class PyTorchDDPTrainer(Trainer):

@@ -122,6 +122,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
     }
     # Why this engine does not train several models with an optimizer each, and what to use instead; empty if it does.
     refuses_several: ClassVar[str] = "it trains one model: use backend 'pytorch-ddp', 'fsdp' or 'ray'"
+    # Why this engine does not train in a loop of the script, and what to use instead; empty if it does.
+    refuses_own_loop: ClassVar[str] = "its step contains the model and the loss: use Trainer, or a torch backend"
     joins_cluster: ClassVar[bool] = False  # whether the backend's launcher can join the cluster at `address`
     merged: MergedConfig
     config: DistributedConfig
@@ -155,6 +157,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.has_schedule = False
         # An `AveragedWeights`, set by `prepare` unless `refuses_callbacks` refuses it.
         self.averaged_weights: Any = None
+        self.own_steps: Any = None  # an `OwnSteps`, set by `prepare` for a job with `is_own_loop`
         self.before_update: Sequence[Callable[[], None]] = ()  # called when the gradients of an update are complete
         self.job = Job(None)  # what is trained, see `configure`
         self.run_dir: Path | None = None  # directory for an engine's own files, see `configure`

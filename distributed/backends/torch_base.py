@@ -25,9 +25,12 @@ from distributed.errors import ConfigError
 from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch, WorkerContext
 
 if TYPE_CHECKING:
+    import torch
+
     from distributed.backends._torch.averages import Averages
     from distributed.backends._torch.collating import Reading
     from distributed.backends._torch.generating import Generation
+    from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.passes import Passes
     from distributed.backends._torch.several_update import SeveralUpdate
     from distributed.backends._torch.update import Update
@@ -64,6 +67,7 @@ class TorchBackend(Backend[OptionsT]):
     Options: ClassVar[type[Any]] = NoOptions
     refuses: ClassVar[Refusals] = PROCESS_GROUPS
     refuses_callbacks: ClassVar[Refusals] = {}
+    refuses_own_loop: ClassVar[str] = ""
     refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine; empty if they do
     other_keras: ClassVar[str] = "choose another backend"  # advice for Keras models on another engine than torch
     world: TorchWorld
@@ -149,6 +153,7 @@ class TorchBackend(Backend[OptionsT]):
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         from distributed.backends._torch.averaged_weights import AveragedTensors
         from distributed.backends._torch.kind_of_model import kind_of
+        from distributed.backends.weights import start_from
 
         notices: list[str] = []
         if job.names:
@@ -162,7 +167,10 @@ class TorchBackend(Backend[OptionsT]):
         self.kind.finish(self._example, self.device, self.config)
         self.model = self.kind.model
         if job.init_from is not None:
-            self._start_from(job.init_from, notices.append)
+            # The main process loads the weights, and `wrap` gives them to all ranks.
+            start_from(
+                job.init_from, self.model, self.world, self.config.timeout_s, notice=notices.append, warn=self._warn
+            )
         if self.config.activation_checkpointing:
             count = self.kind.checkpoint_activations()
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
@@ -194,12 +202,6 @@ class TorchBackend(Backend[OptionsT]):
     def _wrapper_of_several(self) -> Wrapper:
         """Return the wrapper for several models."""
         return self.wrapper
-
-    def _start_from(self, source: str, notice: Callable[[str], None]) -> None:
-        """Load the first weights on the main process, from which `wrap` gives them to all ranks. A collective."""
-        from distributed.backends.weights import start_from
-
-        start_from(source, self.model, self.world, self.config.timeout_s, notice=notice, warn=self._warn)
 
     def _example(self) -> Any:
         """Return a batch of the first data, for a model that needs one to be built. The random generators stay unchanged."""
@@ -239,7 +241,13 @@ class TorchBackend(Backend[OptionsT]):
             job.loss_fn.to(self.device, self.torch.float64 if self.config.dtype == "float64" else None)
         self._generation = Generation(self, job) if job.predict_with_generate else None
         objective = self.kind.objective(job, self._notice)
-        self.passes = self.kind.passes(self, objective)
+        if job.is_own_loop:
+            from distributed.backends._torch.own_steps import OwnPasses, OwnSteps
+
+            self.passes = passes = OwnPasses(self, objective)
+            self.own_steps = OwnSteps(self, passes)
+        else:
+            self.passes = self.kind.passes(self, objective)
         options: DataOptions = self.config.options("data")
         wholes = Wholes(
             ENGINE, self.world, is_presharded=options.presharded, warn=self._warn,
@@ -273,14 +281,21 @@ class TorchBackend(Backend[OptionsT]):
         self.enter_training()
         if not self.passes.is_settled:
             self.passes.settle(update_batch.micro_batches[0].batch)
+        self.begin_update(update_batch)
+        passes = self.observer.counter or self.passes
+        return self.end_update(update_batch, passes.run(update_batch))
+
+    def begin_update(self, update_batch: UpdateBatch) -> None:
+        """Make the model ready for the passes of an update. A collective."""
         if self._is_new_wrapper:
             self._is_new_wrapper = False
             self.wrapped = self.wrapper.before_first_update(update_batch)
             self.observer.see(update_batch.micro_batches[0])
         for parameter in self.update.parameters:  # the same as Optimizer.zero_grad, and 20 us faster
             parameter.grad = None
-        passes = self.observer.counter or self.passes
-        losses = passes.run(update_batch)
+
+    def end_update(self, update_batch: UpdateBatch, losses: list[Loss]) -> StepResult:
+        """Make the update from the gradients of the passes that had the `losses`. A collective."""
         assert self._averages is not None
         result = self._averages.of_training(update_batch.micro_batches, losses, update_batch)
         self.wrapper.exchange()
@@ -338,11 +353,12 @@ class TorchBackend(Backend[OptionsT]):
         if self._is_training is not False:
             self.wrapped.eval()
             self._is_training = False
-            self._sync_buffers()
+            self.share_buffers()
         with self.torch.no_grad():
             yield
 
-    def _sync_buffers(self) -> None:
+    def share_buffers(self) -> None:
+        """Give all ranks the buffers of rank 0. A collective."""
         for buffer in self.plain.buffers():
             self.world.copy_from(buffer, 0)
 
@@ -352,7 +368,7 @@ class TorchBackend(Backend[OptionsT]):
         from distributed.backends._torch import checkpoint
 
         self.update.look_back()
-        self._sync_buffers()  # a resumed run has the stored buffers on every rank, so this run must have them too
+        self.share_buffers()  # a resumed run has the stored buffers on every rank, so this run must have them too
         return checkpoint.save(self, directory)
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
@@ -384,21 +400,22 @@ class TorchBackend(Backend[OptionsT]):
 
     def rewrap(self) -> None:
         self.kind.freeze()
-        self._check_trainable()
+        _check_trainable(self.plain, self._trainable)
         self._is_new_wrapper = True
         self.wrapped = self.wrapper.wrap(self.plain)
         self._is_training = None
-
-    def _check_trainable(self) -> None:
-        """Raise ConfigError if parameters were frozen or unfrozen after the optimizer was built."""
-        changed = [name for name, p in self.plain.named_parameters() if p.requires_grad is not self._trainable[name]]
-        if changed:
-            raise ConfigError(
-                f"{changed[0]} was {'un' * self.plain.get_parameter(changed[0]).requires_grad}frozen after the first fit, and"
-                " the optimizer does not follow: make a new Trainer with this model for the next phase"
-            )
 
     def teardown(self) -> None:
         if self.model is not None:
             self.unwrap()
         self.world.leave()
+
+
+def _check_trainable(model: torch.nn.Module, before: Mapping[str, bool]) -> None:
+    """Raise ConfigError if parameters of `model` were frozen or unfrozen since `before`, when the optimizer was built."""
+    changed = [name for name, p in model.named_parameters() if p.requires_grad is not before[name]]
+    if changed:
+        raise ConfigError(
+            f"{changed[0]} was {'un' * model.get_parameter(changed[0]).requires_grad}frozen after the first fit, and"
+            " the optimizer does not follow: make a new Trainer with this model for the next phase"
+        )

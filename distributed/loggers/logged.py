@@ -35,9 +35,13 @@ class _Held:
 
 
 class Logged:
-    """Values that the user's code logs on this rank, until they join the result of a step. Ranks may log different names."""
+    """Values that the user's code logs on this rank, until they join the result of a step. Ranks may log different names.
 
-    def __init__(self) -> None:
+    With `reserves`, names that rows of a run and loggers use themselves are refused.
+    """
+
+    def __init__(self, *, reserves: bool = True) -> None:
+        self._reserves = reserves
         # The samples of the micro-batch whose step runs, None outside of a step. With 0 nothing is kept.
         self.num_samples: int | None = None
         self.is_repeated: Callable[[], bool] = lambda: (
@@ -202,8 +206,9 @@ class Logged:
             raise ConfigError(
                 f"log({name!r}, reduce={reduce!r}) is not a way to reduce{nearest(str(reduce), known)}: choose one of {', '.join(known)}"
             )
-        check_names([name])
-        if name in self._taken or name.startswith(_TAKEN):
+        if self._reserves:
+            check_names([name])
+        if self._reserves and (name in self._taken or name.startswith(_TAKEN)):
             raise ConfigError(f"log({name!r}, ...) has a name that a metric of the trainer uses: give it another name")
         if (before := self._reductions.get(name)) is not None:
             raise ConfigError(

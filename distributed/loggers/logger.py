@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from distributed.errors import ConfigError
 
 if TYPE_CHECKING:
     from distributed.state import LoggedMedia
@@ -61,3 +63,16 @@ class Logger:
 
     def close(self, status: str) -> None:
         """Called at the end with "finished", "interrupted" or "failed". A killed run is not closed, but may be opened again."""
+
+
+def split_loggers(loggers: Any) -> tuple[list[Logger], list[str]]:
+    """Return (objects, names). Lets each object check its library. Raises ConfigError for anything else."""
+    given = loggers.split(",") if isinstance(loggers, str) else loggers
+    if isinstance(given, Logger) or not isinstance(given, Sequence):
+        raise ConfigError(f"loggers is a {type(loggers).__name__}: pass a list, loggers=[...]")
+    objects = [each for each in given if not isinstance(each, str)]
+    for each in objects:
+        if not isinstance(each, Logger):
+            raise ConfigError(f"logger {each!r} is not a name or a distributed.Logger: derive its class from Logger")
+        each.check()
+    return objects, [each for each in given if isinstance(each, str)]

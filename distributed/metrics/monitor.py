@@ -19,6 +19,7 @@ PREFIX = "val_"  # of every metric of a validation set, outside of metrics.jsonl
 # Names that the rows of a run use in addition to the user's metrics.
 _OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
 _ALWAYS = ("learning_rate", "samples_per_second")  # every row has these and the loss
+_OF_VALIDATION = ("validate_every_n_steps", "validate_every_s", "validate_at_start", "max_validation_batches")
 _NOT_JUDGED = {"epoch", "step", "learning_rate", "samples_per_second"}
 
 
@@ -97,9 +98,25 @@ def check_monitor(merged: MergedConfig, prefixes: Sequence[str], job: Job | None
             )
 
 
+def check_own_loop(merged: MergedConfig) -> None:
+    """Check the settings about validation and monitors of a loop that the script runs.
+
+    Raises:
+        ConfigError: a setting would have no effect, or `monitor_mode` is needed.
+    """
+    for name in _OF_VALIDATION:
+        if getattr(merged.config, name) and merged.is_given(name):
+            raise ConfigError(
+                f"{name}={getattr(merged.config, name)} has no effect in a loop of your own, which validates where its code does:"
+                " drop it"
+            )
+    if merged.is_given("monitor"):
+        _check_mode(merged, {}, (PREFIX,))
+
+
 def _check_without_validation(merged: MergedConfig) -> None:
     """Raise ConfigError if a setting about validation was given, because there is no validation data."""
-    for name in ("validate_every_n_steps", "validate_every_s", "validate_at_start", "max_validation_batches"):
+    for name in _OF_VALIDATION:
         if getattr(merged.config, name) and merged.is_given(name):
             raise ConfigError(
                 f"{name}={getattr(merged.config, name)}, but fit() got no validation data: pass val_data, or drop {name}"

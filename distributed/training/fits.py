@@ -16,7 +16,7 @@ from distributed.training.setup import Setup
 if TYPE_CHECKING:
     from distributed.runs.history import History
     from distributed.training.remote import Remote
-    from distributed.training.session import Session
+    from distributed.training.session import FitSession
 
 
 class Fits:
@@ -29,7 +29,7 @@ class Fits:
     def __init__(self, setup: Setup, trainer_class: type[Any], run_dir: Path | None = None) -> None:
         self.setup, self.trainer_class, self.run_dir = setup, trainer_class, run_dir
         self.remote: Remote | None = None  # result of the last fit in workers
-        self._session: Session | None = None  # created by the first fit or evaluation in this process
+        self._session: FitSession | None = None  # created by the first fit or evaluation in this process
 
     @property
     def is_used(self) -> bool:
@@ -55,9 +55,9 @@ class Fits:
 
         return fit_in_workers(self, settings, train_data, val_data)
 
-    def open_session(self) -> Session:
+    def open_session(self) -> FitSession:
         """Return the session of this process. The first call joins the other ranks."""
-        from distributed.training.session import Session
+        from distributed.training.session import FitSession
 
         setup = self.setup
         if self._session is None:
@@ -65,7 +65,7 @@ class Fits:
             if setup.is_fit_in_workers:  # evaluate, predict and save then run in this single process
                 alone = entry_in_use(setup.merged.config, setup.plan.backend).alone
                 backend = make_backend(for_evaluation(setup.merged), ProcessPlan(1, 1, setup.plan.device, alone))
-            self._session = Session(setup, backend)
+            self._session = FitSession(setup, backend)
         return self._session
 
     def take_back(self, remote: Remote, model: Any) -> None:

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from distributed.backends.base import Backend, ShardedData
@@ -26,7 +26,7 @@ from distributed.metrics.monitor import (
     unknown_metric,
 )
 from distributed.runs.summary import was_interrupted
-from distributed.state import RATE, LoggedMedia, StepResult, TrainState
+from distributed.state import RATE, LoggedMedia, StepResult, TrainState, UpdateBatch
 from distributed.training.common_step import STOP, CommonStep
 from distributed.training.so_far import Peeked
 from distributed.training.timing import TimeSplit
@@ -38,7 +38,7 @@ SAVE, VALIDATE = "save", "validate"  # the requests of the clocks of `checkpoint
 
 @dataclasses.dataclass
 class Run:
-    """Hold everything that a fit needs. `Session` builds it."""
+    """Hold everything that a fit needs. `FitSession` builds it."""
 
     backend: Backend[Any]
     config: DistributedConfig
@@ -52,6 +52,7 @@ class Run:
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
     has_training_step: bool = False  # a training_step may report further metrics after the first update
     uncertain: Sequence[str] = ()  # monitors that the first update has to report
+    is_monitor_expected: bool = True  # whether it is an error that a row lacks the monitor of the best checkpoint
     is_save_due: bool = False  # a save is due and waits for the end of a validation or of the epoch
     is_validating: bool = False
     row_step: int = -1  # step of the newest row that this fit has kept
@@ -60,6 +61,8 @@ class Run:
     # Set when a request of the clock of `validate_every_s` was done.
     validated: threading.Event = dataclasses.field(default_factory=threading.Event)
     is_over: bool = False  # whether the last checkpoint is saved
+    # The hooks `on_step_end` of the callbacks that have one.
+    on_step_end: Sequence[Callable[[TrainState, StepResult], None]] = ()
     window: list[StepResult] = dataclasses.field(default_factory=list)  # results of steps that are not summed yet
     peeked: Peeked = dataclasses.field(default_factory=Peeked)  # sums of the window for callbacks
     window_start: float = 0.0
@@ -100,6 +103,16 @@ def fit(run: Run) -> None:
     A checkpoint of the last step is always saved.
     """
     state = run.state
+    begin(run)
+    while state.epoch < run.config.epochs and state.stop_reason is None:
+        if not _train_epoch(run) or not finish_epoch(run):
+            break
+    end(run)
+
+
+def begin(run: Run) -> None:
+    """Call the hooks of the start, and validate or save if the settings ask for it. A collective."""
+    state = run.state
     for callback in run.callbacks:
         callback.on_train_start(state)
     _agree_on_stop(run)
@@ -112,9 +125,11 @@ def fit(run: Run) -> None:
         _validate(run)
     if run.config.checkpoint_at_start and run.last_saved != (state.step, state.epoch):
         save(run)
-    while state.epoch < run.config.epochs and state.stop_reason is None:
-        if not _train_epoch(run) or not _finish_epoch(run):
-            break
+
+
+def end(run: Run) -> None:
+    """Log, save the last checkpoint, and call the hooks of the end. A collective."""
+    state = run.state
     _log(run, is_end=True)
     if not was_interrupted(state) and _lacks_row(run):
         _keep_last_row(run)
@@ -139,51 +154,88 @@ def _train_epoch(run: Run) -> bool:
 
     This is the hot path. Nothing in it waits for a device or for another rank, except the backend's own step.
     """
-    state, tick, train_step, window = run.state, run.common_step.tick, run.backend.train_step, run.window
-    hooks = [c.on_step_end for c in run.callbacks if type(c).on_step_end is not Callback.on_step_end]
-    logged = run.backend.logged
-    log_every = run.config.log_every_n_steps
-    save_every = run.config.checkpoint_every_n_steps or math.inf
-    validate_every = (run.validation is not None and run.config.validate_every_n_steps) or math.inf
-    limit = run.config.max_steps or math.inf
+    state, train_step = run.state, run.backend.train_step
     # A signal may have ended the validation of this step before.
-    if state.samples_in_epoch and state.step % validate_every == 0 and not _validate(run):
+    if state.samples_in_epoch and state.step % _validate_every(run) == 0 and not _validate(run):
         return False
-    if state.step < limit:
+    for update_batch in update_batches(run):
+        if not enter(run):
+            return False
+        result = train_step(update_batch)
+        count(run, update_batch, result)
+        if not follow(run, result):
+            return False
+    return True
+
+
+def update_batches(run: Run) -> Iterator[UpdateBatch]:
+    """Call the hooks of the start of an epoch, start to measure the time, and return the update batches of the rest of the epoch.
+
+    A collective.
+    """
+    state = run.state
+    if state.step < (run.config.max_steps or math.inf):
         for callback in run.callbacks:
             callback.on_epoch_start(state)
     run.window_start, run.saved_s = time.perf_counter(), 0.0
     run.train.seek(state.cursor)
-    for update_batch in run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch)):
-        if state.stop_reason is not None:  # a callback asked to stop; all ranks have agreed on this at the log line
+    run.on_step_end = [c.on_step_end for c in run.callbacks if type(c).on_step_end is not Callback.on_step_end]
+    return run.spent.timed(run.train.epoch(state.epoch, state.samples_in_epoch))
+
+
+def enter(run: Run) -> bool:
+    """Do what all ranks have agreed to do before the next update. Return whether there is a next update.
+
+    A collective only if there is something to do.
+    """
+    state = run.state
+    if state.stop_reason is not None:  # a callback asked to stop; all ranks have agreed on this at the log line
+        return False
+    if state.step >= (run.config.max_steps or math.inf):
+        state.stop_reason = "max_steps"
+        return False
+    while (action := run.common_step.tick()) is not None:
+        if not _act(run, action):
             return False
-        if state.step >= limit:
-            state.stop_reason = "max_steps"
-            return False
-        while (action := tick()) is not None:
-            if not _act(run, action):
-                return False
-        result = train_step(update_batch)
-        window.append(result)
-        run.is_measured = False
-        state.step += 1
-        state.samples_in_epoch += update_batch.num_samples
-        state.samples_seen += update_batch.num_samples
-        if logged.is_pending:
-            logged.attach(result, state.step)
-        if run.uncertain:
-            _check_monitors(run, result)
-        for hook in hooks:
-            hook(state, result)
-        if logged.is_pending:
-            logged.attach(result, state.step)
-        if state.step % log_every == 0:
-            _log(run)
-        if state.step % validate_every == 0 and not _validate(run):
-            return False
-        if state.step % save_every == 0 and run.last_saved != (state.step, state.epoch):
-            _save_or_wait(run)
     return True
+
+
+def count(run: Run, update_batch: UpdateBatch, result: StepResult) -> None:
+    """Count an update that was made. No collective."""
+    state = run.state
+    run.window.append(result)
+    run.is_measured = False
+    state.step += 1
+    state.samples_in_epoch += update_batch.num_samples
+    state.samples_seen += update_batch.num_samples
+
+
+def follow(run: Run, result: StepResult) -> bool:
+    """Call the hooks after an update, then log, validate and save if that is due. Return whether training goes on.
+
+    A collective only if something is due.
+    """
+    state, logged = run.state, run.backend.logged
+    if logged.is_pending:
+        logged.attach(result, state.step)
+    if run.uncertain:
+        _check_monitors(run, result)
+    for hook in run.on_step_end:
+        hook(state, result)
+    if logged.is_pending:
+        logged.attach(result, state.step)
+    if state.step % run.config.log_every_n_steps == 0:
+        _log(run)
+    if state.step % _validate_every(run) == 0 and not _validate(run):
+        return False
+    save_every = run.config.checkpoint_every_n_steps or math.inf
+    if state.step % save_every == 0 and run.last_saved != (state.step, state.epoch):
+        _save_or_wait(run)
+    return True
+
+
+def _validate_every(run: Run) -> float:
+    return (run.validation is not None and run.config.validate_every_n_steps) or math.inf
 
 
 def _save_or_wait(run: Run) -> None:
@@ -296,7 +348,7 @@ def _recorders(run: Run) -> list[Recorder]:
     return [callback for callback in run.callbacks if isinstance(callback, Recorder)]
 
 
-def _collect(run: Run) -> None:
+def collect(run: Run) -> None:
     """Sum the results of the steps since the last call over all ranks. A collective, and the only host sync of training."""
     state = run.state
     if not run.window:
@@ -321,7 +373,7 @@ def _log(run: Run, *, is_end: bool = False) -> None:
 
     `is_end` says that the row of the epoch is made before any further step.
     """
-    _collect(run)
+    collect(run)
     state = run.state
     if not state.log_sums:
         return
@@ -357,7 +409,7 @@ def _validate(run: Run) -> bool:
     state = run.state
     if state.has_row:
         return True
-    _collect(run)
+    collect(run)
     row = _measure(run, is_validated=True)
     if row is None:
         return False
@@ -372,7 +424,7 @@ def _validate(run: Run) -> bool:
     return True
 
 
-def _finish_epoch(run: Run) -> bool:
+def finish_epoch(run: Run) -> bool:
     """Log, validate, step the schedule, keep the row of the epoch, and save if a checkpoint is due. A collective.
 
     If validations do not follow the epochs, an epoch has no row, except for the last one. Returns False if a signal ended the
@@ -442,7 +494,7 @@ def _measure(run: Run, *, is_validated: bool) -> dict[str, float] | None:
             callback.on_log(state, "val", measured)
         row |= {f"{PREFIX}{name}": value for name, value in measured.items()}
     row["learning_rate"] = run.backend.learning_rates()[0]
-    if is_validated and state.samples_in_epoch:
+    if is_validated and state.samples_in_epoch and run.is_monitor_expected:
         check_reported(run.config, row, is_validated=run.validation is not None, earlier=state.rows)
     return row
 
@@ -470,7 +522,7 @@ def _measure_validation(run: Run, validation: Validation) -> dict[str, float] | 
         callback.on_validation_start(run.state)
     run.is_validating = True
     with run.backend.logged.set_aside():  # what the hooks logged is no metric of the validation
-        measured = validation.measure(run.backend, lambda: _tick_in_evaluation(run))
+        measured = validation.measure(run.backend, lambda: enter_evaluation(run))
     run.is_validating = False
     if measured is None:
         _tell_of_validation(run, {})
@@ -494,7 +546,7 @@ def _keep_row(run: Run, row: dict[str, float], *, is_open: bool = False) -> bool
     return run.config.keep_best and monitor in row and state.best.get(monitor) != before.get(monitor)
 
 
-def _tick_in_evaluation(run: Run) -> bool:
+def enter_evaluation(run: Run) -> bool:
     """Enter the next evaluation batch and return True. Return False if a signal stops all ranks instead.
 
     A stop by a callback does not end the evaluation.
@@ -514,7 +566,7 @@ def _record_pending(run: Run) -> None:
 def save(run: Run) -> None:
     """Save a checkpoint now. A collective."""
     run.is_save_due = False
-    _collect(run)
+    collect(run)
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from distributed.backends import entry_in_use
 from distributed.callbacks.of_fit import load_states
 from distributed.checkpoints.store import read_state
-from distributed.config.merging import MergedConfig
+from distributed.config.merging import MergedConfig, Overrides
 from distributed.config.plan import check_nodes, plan_batch, starting_line
 from distributed.config.settings import GROUPS
 from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError, TrainingError, TrainingInterrupted
@@ -154,23 +154,26 @@ def remote_fit(
     """Return a fit of `fits` that can be sent to workers whose run directory is `directory`, or None if node 0 will name it."""
     return kind(
         fits.trainer_class, _arguments(fits.setup, merged), _settings(fits, merged, directory), picklable(train_data), picklable(val_data),
-        _sources(),
+        sources(),
     )  # fmt: skip
 
 
 def run_in_workers(
-    job: RemoteFit, setup: Setup, merged: MergedConfig, run: RunDirectory | None, *, resume: bool = False,
-    on_run_dir: Callable[[str], None] | None = None,
+    job: Callable[[], None], setup: Setup, merged: MergedConfig, run: RunDirectory | None, *, resume: bool = False,
+    on_run_dir: Callable[[str], None] | None = None, overrides: Overrides | None = None,
 ) -> int:  # fmt: skip
     """Start workers that call `job`, wait for them, and return the exit code of their launcher.
 
     `run` is None if node 0 is to name the run directory. `on_run_dir` is called with its path, once the nodes have joined.
+    `overrides` are the settings that the workers get, by default those from outside of the script.
     """
     with tempfile.TemporaryFile() as payload:  # the file has no name, so that nothing is left behind
         payload.write(_pickled(job))
         payload.flush()
         where = "" if run is None else str(run.path)
-        return start_launcher(_request(setup, merged, where, payload.fileno(), resume), setup.on_epoch, on_run_dir)
+        return start_launcher(
+            _request(setup, merged, where, payload.fileno(), resume, overrides), setup.on_epoch, on_run_dir
+        )
 
 
 def take_dir(request: FitRequest) -> Path:
@@ -233,7 +236,7 @@ def _settings(fits: Fits, merged: MergedConfig, directory: Path | None) -> dict[
     return settings
 
 
-def _sources() -> dict[str, list[str]]:
+def sources() -> dict[str, list[str]]:
     """Return the lines of code that is in no file, such as the cells of a notebook.
 
     IPython keeps such code in `linecache` without a modification time.
@@ -241,24 +244,30 @@ def _sources() -> dict[str, list[str]]:
     return {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
 
 
-def _pickled(fit: RemoteFit) -> bytes:
+def _pickled(job: Callable[[], None]) -> bytes:
     from distributed.backends._keras.portable import dumps
 
     try:
-        content = dumps(fit)
+        content = dumps(job)
     except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as error:
         raise ConfigError(
-            f"the trainer cannot be sent to its workers ({error}): pass factories instead of the objects that cannot be sent,"
+            f"{_what(job)} cannot be sent to its workers ({error}): pass factories instead of the objects that cannot be sent,"
             " or run the script with 'python -m distributed.cli train --script'"
         ) from None
     return content
 
 
-def _request(setup: Setup, merged: MergedConfig, run_dir: str, payload: int, resume: bool) -> LaunchRequest:
+def _what(job: Callable[[], None]) -> str:
+    return "the trainer" if isinstance(job, RemoteFit) else "the function"
+
+
+def _request(
+    setup: Setup, merged: MergedConfig, run_dir: str, payload: int, resume: bool, overrides: Overrides | None
+) -> LaunchRequest:
     plan = setup.plan
     entry = entry_in_use(merged.config, plan.backend)
     return make_request(
-        merged, plan, entry, run_dir, overrides=setup.layers.overrides,
+        merged, plan, entry, run_dir, overrides=overrides or setup.layers.overrides,
         started_lines=[*warnings_of(merged.config, plan, entry), starting_line(plan)],
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume,

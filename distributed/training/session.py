@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.backends.base import Backend, check_callbacks
+from distributed.backends.base import Backend, ShardedData, check_callbacks
 from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.backends.exporting import save_pretrained
 from distributed.backends.out_of_memory import is_out_of_memory, out_of_memory
@@ -40,7 +40,7 @@ from distributed.loggers import registry as loggers
 from distributed.loggers.base import LoggedFit, Tracker
 from distributed.loggers.files import media_at
 from distributed.loggers.logged import receiving
-from distributed.metrics.monitor import check_monitor
+from distributed.metrics.monitor import check_monitor, check_own_loop
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
 from distributed.runs.history import History
@@ -69,16 +69,30 @@ from distributed.training.validation import Validation, evaluate, evaluation_bat
 _fit_numbers = itertools.count()  # numbers the fits of this process, because each needs new keys in the ranks' store
 
 
+@dataclasses.dataclass(frozen=True)
+class OpenedFit:
+    """Hold what a fit has opened before it loads a checkpoint."""
+
+    train: ShardedData
+    shards: Mapping[str, ShardedData]  # validation sets by the prefix of their metrics
+    callbacks: list[Callback]
+    store: CheckpointStore
+    run: RunDirectory
+    found: Path | None  # the checkpoint from which the fit resumes
+    notices: list[str]
+
+
 @dataclasses.dataclass
-class _Fit:
-    """Hold the parts of one call of `fit`."""
+class Fit:
+    """Hold the parts of a fit that trains."""
 
     state: TrainState
+    train: ShardedData
+    validation: Validation | None
     callbacks: list[Callback]
     store: CheckpointStore
     run: RunDirectory
     result: Result
-    batch_size: int
     began: float  # start of the fit in monotonic seconds, minus the `total_time` of earlier attempts
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
 
@@ -86,9 +100,15 @@ class _Fit:
         """Update `state.total_time`."""
         self.state.total_time = time.monotonic() - self.began
 
+    def state_to_save(self) -> TrainState:
+        """Return the state with the time and the states of the callbacks as they are now."""
+        self.stop_clock()
+        self.state.callbacks = states(self.callbacks)
+        return self.state
+
 
 @contextlib.contextmanager
-def _hinted() -> Iterator[None]:
+def hinted() -> Iterator[None]:
     """Add the registry's hint for an engine's error, if it has one, to the notes of the error."""
     try:
         yield
@@ -99,7 +119,7 @@ def _hinted() -> Iterator[None]:
         raise
 
 
-class Session:
+class FitSession:
     """Train, evaluate, predict and save for one Trainer in this process with `backend`. All ranks call every method."""
 
     def __init__(self, setup: Setup, backend: Backend[Any]) -> None:
@@ -116,15 +136,29 @@ class Session:
         self.files = TrainerFiles(setup, self.backend, self.context, self._reporter)
         self._prepared_for: str | None = None  # "evaluation" or "fit"
         self._curve: Any = None  # the schedule of the fit, if settings name it
-        self._checkpoint: Path | None = None  # newest checkpoint that this trainer saved or resumed from
+        self.checkpoint: Path | None = None  # newest checkpoint that this trainer saved or resumed from
         self._is_saved = False  # whether the state at the start of training is in the store
-        self._state: TrainState | None = None
+        self._state: TrainState | None = None  # of the last fit that ended
+        self._fit: Fit | None = None  # the fit that runs
         self._num_fits = 0
 
     # ------------------------------------------------------------------ fit
 
-    @_hinted()
+    @hinted()
     def fit(self, settings: Mapping[str, Any], train_data: Any, val_data: Any) -> History:
+        with self.backend.own_generators(), contextlib.ExitStack() as leaving:
+            opened = self.open(settings, train_data, val_data, leaving)
+            with self.running(self.start(opened)) as run:
+                loop.fit(run)
+            return History.of(run.state, str(opened.run.path), run.state.total_time)
+
+    def open(
+        self, settings: Mapping[str, Any], train_data: Any, val_data: Any, leaving: contextlib.ExitStack
+    ) -> OpenedFit:
+        """Divide the data among the ranks, open the run directory and prepare the model. A collective.
+
+        `leaving` closes what was opened.
+        """
         merged = self.setup.merge_for_fit(settings)
         backend = self.backend
         self._configure(merged)
@@ -132,44 +166,52 @@ class Session:
         full_size = self.setup.full_size or backend.data_parallel_size
         planned = plan_batch(merged, backend.data_parallel_size, loader_batch_size, full_size=full_size)
         sets = sets_of(val_data, self.setup.job.metrics)
-        check_monitor(merged, list(sets), self.setup.job)
+        if self.setup.job.is_own_loop:
+            check_own_loop(merged)
+        else:
+            check_monitor(merged, list(sets), self.setup.job)
         check_callbacks(backend, self.setup.callbacks)
         loggers.check_callbacks(merged, self.setup.callbacks)
-        with backend.own_generators(), contextlib.ExitStack() as leaving:
-            leaving.callback(self._reporter.close)
-            train = leaving.enter_context(contextlib.closing(backend.shard(train_data, planned, DataRole.TRAINING)))
-            batch = train.batch  # a batch sampler's items set its size
-            # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
-            full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
-            run = self.files.open_run(in_effect(merged, full, loader_batch_size))
-            backend.configure(run_dir=run.path)
-            shards = {
-                prefix: leaving.enter_context(contextlib.closing(shard_of(backend, prefix, data, batch, merged.config)))
-                for prefix, data in sets.items()
-            }
-            validation = Validation(shards) if shards else None
-            callbacks = self._callbacks(merged)
-            store = self.files.open_store(merged, run)
-            found = self._find(merged, store, run)
-            notices = self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None)
-            state, resumed = self._resume(found, store, callbacks, run)
-            merged = self._limit(merged, state)
-            callbacks += loggers.loggers_of(LoggedFit(
-                run, merged, self.setup.plan, batch, self.context, backend, state, train.updates_per_epoch,
-                self.setup.worker is not None, self.setup.loggers, self.setup.callbacks, self._reporter,
-            ))  # fmt: skip
-            result = Result(run, self.setup.plan, self.context)
-            fit = _Fit(state, callbacks, store, run, result, batch.batch_size, time.monotonic() - state.total_time)
-            self._show_start(merged, batch, notices, fit, resumed)
-            return self._train(fit, train, validation)
+        leaving.callback(self._reporter.close)
+        train = leaving.enter_context(contextlib.closing(backend.shard(train_data, planned, DataRole.TRAINING)))
+        batch = train.batch  # a batch sampler's items set its size
+        # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
+        full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
+        run = self.files.open_run(in_effect(merged, full, loader_batch_size))
+        backend.configure(run_dir=run.path)
+        shards = {
+            prefix: leaving.enter_context(contextlib.closing(shard_of(backend, prefix, data, batch, merged.config)))
+            for prefix, data in sets.items()
+        }
+        callbacks = self._callbacks(merged)
+        store = self.files.open_store(merged, run)
+        found = self._find(merged, store, run)
+        notices = self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None)
+        return OpenedFit(train, shards, callbacks, store, run, found, notices)
+
+    def start(self, opened: OpenedFit) -> Fit:
+        """Load the checkpoint that was found, if there is one, and open the loggers. A collective."""
+        train, callbacks, run = opened.train, opened.callbacks, opened.run
+        state, resumed = self._resume(opened.found, opened.store, callbacks, run)
+        merged = self._limit(self.merged, state)
+        callbacks += loggers.loggers_of(LoggedFit(
+            run, merged, self.setup.plan, train.batch, self.context, self.backend, state, train.updates_per_epoch,
+            self.setup.worker is not None, self.setup.loggers, self.setup.callbacks, self._reporter,
+        ))  # fmt: skip
+        validation = Validation(opened.shards) if opened.shards and not self.setup.job.is_own_loop else None
+        result, began = Result(run, self.setup.plan, self.context), time.monotonic() - state.total_time
+        fit = Fit(state, train, validation, callbacks, opened.store, run, result, began)
+        self._show_start(merged, train.batch, opened.notices, fit, resumed)
+        return fit
 
     def _configure(self, merged: MergedConfig) -> None:
         self.merged = merged
         self.backend.configure(merged)
         self._reporter.set_verbose(merged.config.verbose)
 
-    def _train(self, fit: _Fit, train: Any, validation: Validation | None) -> History:
-        """Run the loop, record how it ended, and return the history or raise the error. A collective."""
+    @contextlib.contextmanager
+    def running(self, fit: Fit) -> Iterator[loop.Run]:
+        """Return a block in which the loop runs, and record how it ended. Entering and leaving the block are collectives."""
         config, state = self.merged.config, fit.state
         common = CommonStep(
             self.context.rank, self.context.world_size, self.backend.world.key_value_store(), f"fit-{next(_fit_numbers)}",
@@ -181,18 +223,23 @@ class Session:
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
+        job = self.setup.job
         run = loop.Run(
-            self.backend, config, train, validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
-            metrics=self.setup.job.metrics, has_training_step=self.setup.job.training_step is not None,
+            self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
+            metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
+            is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"),
         )  # fmt: skip
         self.backend.configure(before_update=before_update(fit.callbacks, state))
         earlier = self.files.on_main(lambda: media_at(fit.run.media, state.step))
         self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True, earlier=earlier)
-        with bound(fit.callbacks, self._context_of(fit, run)), receiving(self.backend.logged):
-            self._run(fit, run, common)
+        with (
+            bound(fit.callbacks, self._context_of(fit, run)),
+            receiving(self.backend.logged),
+            self._recorded(fit, run, common),
+        ):
+            yield run
         fit.stop_clock()
         self._state = state
-        history = History.of(state, str(fit.run.path), state.total_time)
         self._show_end(fit)
         self._deliver(fit)
         self._close_loggers(fit)
@@ -200,11 +247,11 @@ class Session:
             raise caller.error
         if was_interrupted(state):
             self._leave_after_signal(int(str(state.stop_reason).split()[1]))
-        return history
 
-    def _run(self, fit: _Fit, run: loop.Run, common: CommonStep) -> None:
-        """Run the loop, or record how it failed and raise the error. A collective."""
-        config = run.config
+    @contextlib.contextmanager
+    def _recorded(self, fit: Fit, run: loop.Run, common: CommonStep) -> Iterator[None]:
+        """Return a block in which the loop runs. If it fails, record how, and raise the error. A collective."""
+        config, self._fit = run.config, fit
         try:
             with (
                 stop_on_signals(
@@ -216,7 +263,7 @@ class Session:
                 by_the_clock(common, loop.SAVE, config.checkpoint_every_s, self.context, fit.saved),
                 by_the_clock(common, loop.VALIDATE, config.validate_every_s, self.context, run.validated),
             ):
-                loop.fit(run)
+                yield
                 self.backend.reassemble()
                 fit.store.settle()
         except BaseException as error:
@@ -226,10 +273,11 @@ class Session:
                 raise
             raise raised from error
         finally:
+            self._fit = None
             common.close()
             self.backend.unwrap()
 
-    def _error_to_raise(self, fit: _Fit, error: BaseException) -> BaseException:
+    def _error_to_raise(self, fit: Fit, error: BaseException) -> BaseException:
         """Return the error to raise for `error`.
 
         If memory ran out, this is an error that names the rank and what to change, unless the request is for the original error.
@@ -239,10 +287,10 @@ class Session:
             return error
         is_cut = self.backend.observer.cuts_weights and self.context.world_size > 1
         return out_of_memory(
-            error, self.context.rank, fit.state.step + 1, fit.batch_size, self.merged.config, is_cut=is_cut
+            error, self.context.rank, fit.state.step + 1, fit.train.batch.batch_size, self.merged.config, is_cut=is_cut
         )
 
-    def _context_of(self, fit: _Fit, run: loop.Run) -> FitContext:
+    def _context_of(self, fit: Fit, run: loop.Run) -> FitContext:
         backend = self.backend
         return FitContext(
             backend.model, backend.users_optimizer, run.config, fit.run.path.absolute(), run.stop, log=backend.logged.log,
@@ -261,17 +309,17 @@ class Session:
             raise ConfigError("context.evaluate() was called within a validation: call it in another hook")
         return self.evaluate(data)
 
-    def _record_failure(self, fit: _Fit, error: BaseException) -> None:
+    def _record_failure(self, fit: Fit, error: BaseException) -> None:
         for callback in fit.callbacks:
             callback.on_error(fit.state, error)
         fit.stop_clock()
         if link() is None and UPLOAD_FAILED not in str(error) and (problem := fit.store.finish_uploads()):
             self._reporter({"kind": "warning", "text": problem})  # with our launcher, the launcher does this
-        fit.result.write_failed(fit.state, self._checkpoint, error)
+        fit.result.write_failed(fit.state, self.checkpoint, error)
         self._write_report(fit)
         _close_all(fit.callbacks)
 
-    def _close_loggers(self, fit: _Fit) -> None:
+    def _close_loggers(self, fit: Fit) -> None:
         """Close the loggers. Ranks without loggers wait for the others without a time limit. A collective."""
         if any(isinstance(callback, Tracker) for callback in fit.callbacks):
             Agreement(self.backend.world, self.merged.config.timeout_s).on_all(lambda: _close_all(fit.callbacks))
@@ -332,7 +380,7 @@ class Session:
             return TrainState(), None
         state = store.load(path)
         self._is_saved = path.parent == store.directory
-        self._checkpoint = path if self._is_saved else None
+        self.checkpoint = path if self._is_saved else None
         detail = {}
         if not self._stays_stopped(state, run, path):
             if is_stopped_by_callback(state):
@@ -375,13 +423,12 @@ class Session:
         stopping = [] if patience is None else [EarlyStopping(config.monitor, patience, config.monitor_mode)]
         return [*self.setup.callbacks, *stopping]
 
-    def _write_checkpoint(self, fit: _Fit) -> bool:
+    def _write_checkpoint(self, fit: Fit) -> bool:
         """Save a checkpoint and tell the callbacks. Return False if it could not be written to disk. A collective."""
         if not self.setup.request.keeps_checkpoints:
             return True
         state, config = fit.state, self.merged.config
-        fit.stop_clock()
-        state.callbacks = states(fit.callbacks)
+        fit.state_to_save()
         is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
         path = fit.store.save(
             state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None
@@ -389,7 +436,7 @@ class Session:
         fit.saved.set()
         if path is None:
             return False
-        self._checkpoint = path
+        self.checkpoint = path
         if self.context.is_main_process:
             fit.run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
             if self.setup.is_elastic:
@@ -400,7 +447,7 @@ class Session:
         return True
 
     def _show_start(
-        self, merged: MergedConfig, batch: BatchPlan, notices: list[str], fit: _Fit, resumed: str | None
+        self, merged: MergedConfig, batch: BatchPlan, notices: list[str], fit: Fit, resumed: str | None
     ) -> None:
         if not self.context.is_main_process:
             return
@@ -418,24 +465,24 @@ class Session:
         )
         notices = [*merged.notices, *lines_of(without_effect(where)), *notices]
         lines = started_lines(self.setup.plan, self.context, batch, notices)
-        fit.result.write("running", state, self._checkpoint)
+        fit.result.write("running", state, self.checkpoint)
         self._reporter({"kind": "started", "lines": lines})
         fit.run.event(
             "started", backend=self.setup.plan.backend, world_size=self.context.world_size, step=state.step,
             restart_count=self.setup.restart_count, batch_dependent=list(self.backend.batch_dependent),
         )  # fmt: skip
 
-    def _show_end(self, fit: _Fit) -> None:
+    def _show_end(self, fit: Fit) -> None:
         state = fit.state
         if not self.context.is_main_process:
             return
         if (
             state.stop_reason == f"signal {int(REGROUP_SIGNAL)}"
         ):  # the launcher starts other workers, and the run goes on
-            fit.result.write("running", state, self._checkpoint)
+            fit.result.write("running", state, self.checkpoint)
             fit.run.event("regrouped", step=state.step, world_size=self.context.world_size)
             return
-        fit.result.write("interrupted" if was_interrupted(state) else "finished", state, self._checkpoint)
+        fit.result.write("interrupted" if was_interrupted(state) else "finished", state, self.checkpoint)
         if was_interrupted(state):
             fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
         else:
@@ -443,14 +490,14 @@ class Session:
         self._write_report(fit)
         self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, state), *self._resume_lines(fit)]})
 
-    def _deliver(self, fit: _Fit) -> None:
+    def _deliver(self, fit: Fit) -> None:
         """Send the result and its checkpoint to the other nodes, where the process that called `fit` reads them. A collective."""
         request = launched_by()
         is_shared = backend_entry(self.setup.plan.backend).places_workers  # its nodes share the run directory
         if request is None or request.payload is None or request.num_nodes == 1 or is_shared:
             return
         try:
-            here = fit.store.deliver(self._checkpoint) if self._checkpoint is not None else None
+            here = fit.store.deliver(self.checkpoint) if self.checkpoint is not None else None
         except OSError as error:
             self._reporter({"kind": "warning", "text": f"the weights could not be sent to the other nodes: {error}"})
             return
@@ -459,15 +506,15 @@ class Session:
             where = None if here is None else os.path.relpath(here, fit.run.path)
             write_result(fit.run.path / "result.json", {**content, "checkpoint": where})
 
-    def _resume_lines(self, fit: _Fit) -> list[str]:
+    def _resume_lines(self, fit: Fit) -> list[str]:
         """Return the lines that say how to resume after a signal. Return none if our launcher shows them."""
-        if not was_interrupted(fit.state) or link() is not None or self._checkpoint is None:
+        if not was_interrupted(fit.state) or link() is not None or self.checkpoint is None:
             return []
         if self.setup.handover is not None:  # `distributed train` under a foreign launcher
             return [resume_lines(f"the same command with --run-dir {shlex.quote(str(fit.run.path))} --resume")]
-        return [resume_lines(resume_setting(self._checkpoint))]
+        return [resume_lines(resume_setting(self.checkpoint))]
 
-    def _write_report(self, fit: _Fit) -> None:
+    def _write_report(self, fit: Fit) -> None:
         """Write the report of the run. Called on all ranks; the main process writes.
 
         If our launcher started the run, the launcher writes the report later, because it knows how the run ended. A logger that
@@ -482,7 +529,7 @@ class Session:
 
     # ------------------------------------------------------------------ evaluate, predict, average, save
 
-    @_hinted()
+    @hinted()
     def evaluate(self, data: Any) -> dict[str, float]:
         backend = self.backend
         with (
@@ -494,7 +541,7 @@ class Session:
         ):
             return evaluate(self.backend, sharded) or {}
 
-    @_hinted()
+    @hinted()
     def predict(self, data: Any) -> Any:
         mine: list[tuple[int, int, Any]] = []
         backend = self.backend
@@ -552,6 +599,8 @@ class Session:
             context=self.context, on_event=self._reporter,
         )  # fmt: skip
         state = self._state or TrainState()
+        if self._fit is not None:
+            state = self._fit.state_to_save()
         with self.backend.own_generators():  # a checkpoint stores their states too
             saved = store.save(state, _without_paths(self.merged.config), None)
         if saved is None:

@@ -124,6 +124,13 @@ class Setup:
             job or self.job, list(callbacks), layers or self.layers, self.plan, self.worker, self.handover, request
         )
 
+    def check_job(self) -> None:
+        """Raise ConfigError for errors in the job that can be found before processes join each other."""
+        check_several(self.backend, self.job)
+        self.backend.check(self.job, here=not self.is_fit_in_workers)
+        check_callbacks(self.backend, self.callbacks)
+        loggers.check_callbacks(self.merged, self.callbacks)
+
     @property
     def merged(self) -> MergedConfig:
         """The merged settings, without those that are given to `fit`."""
@@ -215,10 +222,7 @@ def make_setup(
     loggers.check(merged)
     job.init_from = merged.config.init_from
     setup = Setup(job, callbacks, layers, plan, worker, received, FitRequest(), users_loggers)
-    check_several(setup.backend, job)
-    setup.backend.check(job, here=not setup.is_fit_in_workers)
-    check_callbacks(setup.backend, callbacks)
-    loggers.check_callbacks(merged, callbacks)
+    setup.check_job()
     return setup
 
 

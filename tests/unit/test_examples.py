@@ -44,6 +44,13 @@ def test_digits_reach_097_on_two_processes_within_a_minute(run_cli, tmp_path):
     assert (result["backend"], result["world_size"]) == ("pytorch-ddp", 2)
 
 
+def test_digits_reach_094_in_a_loop_of_the_script_on_shards(run_cli, tmp_path):
+    script = str(EXAMPLES / "own_loop.py")
+    done = run_cli(["train", "--script", script, "--backend", "fsdp", "--nproc-per-node", "2"], cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.94
+
+
 def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
     pytest.importorskip("ray.serve")
     trained = ["train", "--script", str(EXAMPLES / "train.py"), "--epochs", "2", "--run-dir", "base"]

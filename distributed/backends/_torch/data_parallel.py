@@ -173,6 +173,11 @@ class DDPWrapper(Wrapper):
 
     def exchange(self) -> None:
         own = self._backend
+        if self._is_unused and own.own_steps is not None:
+            raise ConfigError(
+                "the model that prepare() returned was never called, so no gradient was exchanged between the processes: compute the"
+                " loss from its outputs, model(...), not from one of its parts or from the model that was passed"
+            )
         if self._is_unused:
             raise ConfigError(
                 "training_step never called its argument `model`, so no gradient was exchanged between the processes: compute"

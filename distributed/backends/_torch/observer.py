@@ -42,6 +42,8 @@ class TorchObserver(Observer):
 
         own = self._backend
         kept, self._kept = self._kept, None
+        if own.own_steps is not None:
+            raise ConfigError("only the loop of the script knows how it is called")
         if not own.kind.is_one_model:
             raise ConfigError("there are several models")
         if self.cuts_weights:

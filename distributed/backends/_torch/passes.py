@@ -5,8 +5,9 @@ Every micro-batch is weighted by its share of the update's true count.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,6 +90,19 @@ class Passes:
         if micro.num_samples == 0:
             return self.weightless(micro, update_batch, items, done, is_last)
         loss = self._forward(micro, items, micro.num_samples)
+        self.backward(loss, micro, update_batch, done, is_last, items)
+        return loss
+
+    def backward(
+        self,
+        loss: Loss,
+        micro: MicroBatch,
+        update_batch: UpdateBatch,
+        done: list[Loss],
+        is_last: bool,
+        items: torch.Tensor | None = None,
+    ) -> None:
+        """Run the backward pass of a micro-batch with samples. `done` are the losses of the earlier micro-batches."""
         replicas = self._num_replicas  # the exchange averages the gradients of this many ranks
         scale: Any
         if loss.count is None:
@@ -100,25 +114,32 @@ class Passes:
         if is_last and loss.count is not None and items is None:
             self.start_counting([*done, loss])
         self._wrapper.backward(self._scaled(loss.value, scale))
-        return loss
 
     def weightless(
         self, micro: MicroBatch, update_batch: UpdateBatch, items: torch.Tensor | None, done: list[Loss], is_last: bool
     ) -> Loss:
         """Run the passes of a rank without samples. They take part in every collective and change nothing."""
+        with self.restoring():
+            loss = self._forward(micro, items, 0)
+            self.backward_weightless(loss, [] if items is not None else done, is_last=is_last and items is None)
+        return loss
+
+    def backward_weightless(self, loss: Loss, done: list[Loss], *, is_last: bool) -> None:
+        """Run the backward pass of a micro-batch without samples. The loss counts nothing afterwards."""
+        loss.count = None if loss.count is None else torch.zeros((), device=self._device)
+        if is_last and loss.count is not None:
+            self.start_counting([*done, loss])
+        self._wrapper.backward(torch.nan_to_num(loss.value) * 0.0)
+        loss.value = loss.value.detach() * 0.0
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Return a block at whose end the buffers of the model and torch's generators are as before."""
         buffers = [(buffer, buffer.clone()) for buffer in self._backend.plain.buffers()]
         with forked(self._device):
-            loss = self._forward(micro, items, 0)
-            count = None if loss.count is None else torch.zeros((), device=self._device)
-            loss.count = count
-            if is_last and count is not None and items is None:
-                self.start_counting([*done, loss])
-            self._wrapper.backward(torch.nan_to_num(loss.value) * 0.0)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-        loss.value = loss.value.detach() * 0.0
-        return loss
+            yield
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # `data`, because autograd may still refer to the buffer
 
     def _forward(self, micro: MicroBatch, items: torch.Tensor | None, num_samples: int) -> Loss:
         """Run a forward pass in which the user's code logs values that weigh `num_samples`."""

@@ -28,7 +28,7 @@ def sampling(backend: TorchBackend[Any], seed: int) -> Iterator[Callable[[Any], 
             block.enter_context(backend.precision.autocast())
             if backend.config.compile:  # each length of a text would be compiled
                 block.enter_context(torch.compiler.set_stance("force_eager"))
-            backend._sync_buffers()
+            backend.share_buffers()
             backend.generators.seed(seed)
             backend.kind.seed(seed)
             model.eval()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.backends._torch.generators import forked
 from distributed.backends._torch.in_turns import Call, Suspended
 from distributed.backends._torch.objective import Loss, as_loss
 from distributed.backends._torch.passes import Passes
@@ -107,7 +106,8 @@ class SeveralPasses(Passes):
 
         A micro-batch without samples takes part in every collective. Restore generators and buffers after it.
         """
-        with self._logging(micro.num_samples), self._restoring(micro):
+        whole = contextlib.nullcontext() if micro.num_samples else self.restoring()
+        with self._logging(micro.num_samples), whole:
             yield
 
     @contextlib.contextmanager
@@ -118,17 +118,6 @@ class SeveralPasses(Passes):
             yield
         finally:
             logged.num_samples = before
-
-    @contextlib.contextmanager
-    def _restoring(self, micro: MicroBatch) -> Iterator[None]:
-        if micro.num_samples:
-            yield
-            return
-        buffers = [(buffer, buffer.clone()) for buffer in self._backend.plain.buffers()]
-        with forked(self._device):
-            yield
-        for buffer, before in buffers:
-            buffer.data.copy_(before)  # `data`, because autograd may still refer to the buffer
 
     # ------------------------------------------------------------------ one call of update(name, loss)
 

@@ -1,0 +1,250 @@
+"""Drive a fit from the loop of a script: what a loader does between two batches, and an epoch at its end."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from distributed.backends.base import Backend, ShardedData
+from distributed.callbacks import Callback
+from distributed.data import num_micro_batches
+from distributed.errors import ConfigError, TrainingError
+from distributed.loggers.logged import Logged
+from distributed.metrics.monitor import PREFIX
+from distributed.state import StepResult
+from distributed.training import loop
+from distributed.training.session import FitSession, OpenedFit
+from distributed.training.validation import Validation, add, means_of, micro_batches
+
+_LOOP = "'for epoch in s.epochs():'"
+
+
+class KeptState(Callback):
+    """Keep the values of the script in checkpoints."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.values.clear()
+        self.values.update(state)
+
+
+class LoggedValidation(Validation):
+    """The metrics of a validation that the script has made and logged."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.prefixes = (PREFIX,)
+        self.logged = Logged(reserves=False)
+
+    @property
+    def has_stream(self) -> bool:
+        """Return whether the names of the metrics are not known before the first validation."""
+        return True
+
+    def measure(self, backend: Backend[Any], enter: Any) -> dict[str, float]:
+        """Return the means of what was logged since the last call. A collective."""
+        result, sums = StepResult([]), dict[str, list[float]]()
+        self.logged.attach(result)
+        add(sums, backend.collect([result]))
+        return means_of(sums)
+
+
+class Loader:
+    """The batches of this rank. Each iteration is one pass over the data."""
+
+    def __init__(self, run: OwnRun, data: ShardedData, *, is_training: bool) -> None:
+        self._run, self._data, self._is_training = run, data, is_training
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._run.training_batches() if self._is_training else self._run.batches_of(self._data)
+
+    def __len__(self) -> int:
+        """Return the number of batches of each rank in one pass."""
+        if self._data.num_samples is None:
+            raise TypeError("the length of this loader is not known: it reads a stream")
+        batch = self._data.batch
+        full, rest = divmod(self._data.num_samples, batch.global_batch_size)
+        return full * batch.gradient_accumulation_steps + (num_micro_batches(rest, batch) if rest else 0)
+
+
+class OwnRun:
+    """Train with the loop of a script. Every rank calls every method but `log`."""
+
+    def __init__(self, fits: FitSession, opened: OpenedFit, leaving: contextlib.ExitStack) -> None:
+        self._fits, self._opened, self._leaving = fits, opened, leaving
+        self._backend = fits.backend
+        self.steps = fits.backend.own_steps
+        self.model, self.optimizer = self.steps.model, self.steps.optimizer
+        self.training_loader = Loader(self, opened.train, is_training=True)
+        self.other_loaders = [Loader(self, each, is_training=False) for each in opened.shards.values()]
+        self.run_dir = opened.run.path.absolute()
+        self._run: loop.Run | None = None
+        self._validation = LoggedValidation()
+        self._num_samples: int | None = None  # samples of this rank in the batch that a loop has now
+        self._is_in_epoch = False
+        self._is_update_open = False  # whether a training batch was given out and its update is not made
+        self._made: StepResult | None = None  # result of the newest update, until the loop comes back
+
+    @property
+    def run(self) -> loop.Run:
+        """The run, which `begin` or the first epoch begins."""
+        return self.begin(may_load=False) if self._run is None else self._run
+
+    def begin(self, *, may_load: bool) -> loop.Run:
+        """Begin to train, from a checkpoint if there is one. A collective. Raises ConfigError if it may not be loaded."""
+        if self._run is not None:
+            raise ConfigError("resume() comes before the loop, and only once")
+        if not may_load and self._opened.found is not None:
+            raise ConfigError(
+                f"this run goes on from {self._opened.found.name}, but the script does not load it: call s.resume() after"
+                " s.prepare(...)"
+            )
+        self._run = self._leaving.enter_context(self._fits.running(self._fits.start(self._opened)))
+        self._leaving.push(self._end)
+        loop.begin(self._run)
+        # Metrics of a validation are logged after an epoch, see `_finish_epoch`.
+        self._run.uncertain = [name for name in self._run.uncertain if not name.startswith(PREFIX)]
+        return self._run
+
+    def _end(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End training, unless it has failed. A collective."""
+        self._leave()
+        if error is None:
+            self._settle()
+            loop.end(self.run)
+
+    # ------------------------------------------------------------------ epochs and batches
+
+    def epochs(self) -> Iterator[int]:
+        """Yield the number of each epoch that is left. A collective at the end of each."""
+        run = self.run
+        while run.state.epoch < run.config.epochs and run.state.stop_reason is None:
+            self._is_in_epoch = True
+            yield run.state.epoch
+            self._is_in_epoch = False
+            if not self._settle() or run.state.stop_reason is not None or not self._finish_epoch(run):
+                return
+
+    def training_batches(self) -> Iterator[Any]:
+        """Yield the batches of the rest of the epoch. What is due after an update is done when the loop comes back."""
+        if not self._is_in_epoch:
+            raise ConfigError(f"the training loader is read in an epoch: put its loop into {_LOOP}")
+        run, steps = self.run, self.steps
+        try:
+            for update_batch in loop.update_batches(run):
+                if not loop.enter(run):
+                    return
+                steps.begin(update_batch)
+                self._update_batch, self._is_update_open = update_batch, True
+                for index, micro in enumerate(update_batch.micro_batches):
+                    self._num_samples = micro.num_samples
+                    yield steps.enter(index)
+                    self._check_turn()
+                    steps.leave()
+                if self._is_update_open:
+                    raise ConfigError("no update() was called for the last batch: call it after backward(loss)")
+                if not self._settle():
+                    return
+        finally:
+            self._leave()
+
+    def batches_of(self, data: ShardedData) -> Iterator[Any]:
+        """Yield the batches of one pass over `data`. A signal ends it. A collective at its beginning."""
+        logged = self._validation.logged
+        self.steps.begin_evaluation()
+        try:
+            for micro in micro_batches(data.epoch(0)):
+                if self._run is not None and not loop.enter_evaluation(self._run):
+                    return
+                self._num_samples = logged.num_samples = micro.num_samples
+                yield self.steps.enter_evaluation(micro)
+                self.steps.leave_evaluation()
+        finally:
+            self.steps.leave_evaluation()
+            self._num_samples = logged.num_samples = None
+
+    def _check_turn(self) -> None:
+        if self.steps.is_owed:
+            raise ConfigError("no backward(loss) was called for the last batch: call it once for each batch")
+
+    def _leave(self) -> None:
+        self.steps.leave()
+        self._num_samples, self._is_update_open = None, False
+
+    def _finish_epoch(self, run: loop.Run) -> bool:
+        """End the epoch with what was logged of its validation. A collective."""
+        if not run.state.samples_in_epoch:
+            raise ConfigError(f"an epoch made no update: put the loop over the training loader into {_LOOP}")
+        is_validated = self._backend.world.reduce({PREFIX: float(self._validation.logged.is_pending)})[PREFIX]
+        run.validation = self._validation if is_validated else None
+        config = run.config
+        if config.early_stopping_patience and config.monitor.startswith(PREFIX) and not is_validated:
+            raise ConfigError(
+                f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and this epoch logged no"
+                f" metric of a validation: call s.log({config.monitor!r}, value), or drop it"
+            )
+        return loop.finish_epoch(run)
+
+    # ------------------------------------------------------------------ what the loop calls
+
+    def update(self) -> bool:
+        """Make the update if the update batch is complete, and return whether it is. A collective."""
+        if not self._is_update_open or self.steps.is_owed:
+            raise ConfigError("update() comes after backward(loss), once for each batch of the training loader")
+        if not self.steps.is_complete:
+            return False
+        self._made = self.steps.finish()
+        self._is_update_open = False
+        loop.count(self.run, self._update_batch, self._made)
+        return True
+
+    def log(self, name: str, value: Any, reduce: str) -> None:
+        """Log a value of training, or of the validation. No collective."""
+        if name == "loss":
+            if self.steps.own_loss.num_samples is None:
+                raise ConfigError(
+                    "log('loss', ...) is the loss of a training batch: call it in the loop over the training loader"
+                )
+            self.steps.own_loss.log(name, value, reduce)
+        elif isinstance(name, str) and name.startswith(PREFIX):
+            self._validation.logged.log(name.removeprefix(PREFIX), value, reduce)
+        else:
+            self._backend.logged.log(name, value, reduce)
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the rows of all ranks. A collective."""
+        return self.steps.gather(tensor, self._num_samples)
+
+    def save(self, path: Path | None) -> Path:
+        """Save a checkpoint into the run, or into `path`. A collective."""
+        if self._is_update_open:
+            raise ConfigError(
+                "save() was called within an update: call it after update(), or after the loop over the loader"
+            )
+        run = self.run
+        self._settle()
+        if path is not None:
+            loop.collect(run)
+            return self._fits.save(path)
+        loop.save(run)
+        if run.last_saved != (run.state.step, run.state.epoch) or self._fits.checkpoint is None:
+            raise TrainingError(f"the checkpoint of step {run.state.step} could not be written: free disk space")
+        return self._fits.checkpoint
+
+    def _settle(self) -> bool:
+        """Do what is due after the newest update. Return whether training goes on. A collective."""
+        made, self._made = self._made, None
+        if made is None:
+            return True
+        self.steps.report_own_loss(made)
+        return loop.follow(self.run, made)
