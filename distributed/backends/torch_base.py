@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from distributed.backends._torch.averages import Averages
     from distributed.backends._torch.collating import Reading
+    from distributed.backends._torch.frozen import FrozenPart
     from distributed.backends._torch.generating import Generation
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.passes import Passes
@@ -87,6 +88,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training: bool | None = None
         self._is_new_wrapper = False
         self._first_data: ShardedData | None = None
+        self.frozen: FrozenPart | None = None  # with `checkpoint_trainable_only`: what checkpoints leave out
 
     # ------------------------------------------------------------------ set-up
 
@@ -99,6 +101,8 @@ class TorchBackend(Backend[OptionsT]):
 
         if not models.is_model(model):
             return
+        if self.config.checkpoint_trainable_only:
+            raise ConfigError("checkpoint_trainable_only=True does not work with Keras models: drop it")
         if self.refuses_keras:
             raise ConfigError(f"backend={self.plan.backend!r} does not take Keras models: {self.refuses_keras}")
         models.check_engine("torch", self.plan.backend, here=here, otherwise=self.other_keras)
@@ -171,6 +175,7 @@ class TorchBackend(Backend[OptionsT]):
             start_from(
                 job.init_from, self.model, self.world, self.config.timeout_s, notice=notices.append, warn=self._warn
             )
+        self._leave_out_frozen(notices.append)
         if self.config.activation_checkpointing:
             count = self.kind.checkpoint_activations()
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
@@ -198,6 +203,16 @@ class TorchBackend(Backend[OptionsT]):
             )
         self._seed_generators()
         return notices
+
+    def _leave_out_frozen(self, notice: Callable[[str], None]) -> None:
+        """With `checkpoint_trainable_only`, note the frozen parameters before the engine changes the model. A collective."""
+        if not self.config.checkpoint_trainable_only:
+            return
+        from distributed.backends._torch.frozen import FrozenPart
+
+        self.frozen = FrozenPart(self.plain, is_main=self.context.is_main_process)
+        self.kind.left_out = self.frozen.names
+        notice(self.frozen.describe())
 
     def _wrapper_of_several(self) -> Wrapper:
         """Return the wrapper for several models."""
@@ -401,6 +416,7 @@ class TorchBackend(Backend[OptionsT]):
     def rewrap(self) -> None:
         self.kind.freeze()
         _check_trainable(self.plain, self._trainable)
+        self._leave_out_frozen(lambda text: None)  # the values may have changed since the last fit
         self._is_new_wrapper = True
         self.wrapped = self.wrapper.wrap(self.plain)
         self._is_training = None
