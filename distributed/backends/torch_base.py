@@ -156,6 +156,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         from distributed.backends._torch.averaged_weights import AveragedTensors
+        from distributed.backends._torch.frozen import leave_out_frozen
         from distributed.backends._torch.kind_of_model import kind_of
         from distributed.backends.weights import start_from
 
@@ -175,7 +176,7 @@ class TorchBackend(Backend[OptionsT]):
             start_from(
                 job.init_from, self.model, self.world, self.config.timeout_s, notice=notices.append, warn=self._warn
             )
-        self._leave_out_frozen(notices.append)
+        leave_out_frozen(self, notices.append)
         if self.config.activation_checkpointing:
             count = self.kind.checkpoint_activations()
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
@@ -203,16 +204,6 @@ class TorchBackend(Backend[OptionsT]):
             )
         self._seed_generators()
         return notices
-
-    def _leave_out_frozen(self, notice: Callable[[str], None]) -> None:
-        """With `checkpoint_trainable_only`, note the frozen parameters before the engine changes the model. A collective."""
-        if not self.config.checkpoint_trainable_only:
-            return
-        from distributed.backends._torch.frozen import FrozenPart
-
-        self.frozen = FrozenPart(self.plain, is_main=self.context.is_main_process)
-        self.kind.left_out = self.frozen.names
-        notice(self.frozen.describe())
 
     def _wrapper_of_several(self) -> Wrapper:
         """Return the wrapper for several models."""
@@ -414,9 +405,11 @@ class TorchBackend(Backend[OptionsT]):
         gc.collect()
 
     def rewrap(self) -> None:
+        from distributed.backends._torch.frozen import leave_out_frozen
+
         self.kind.freeze()
         _check_trainable(self.plain, self._trainable)
-        self._leave_out_frozen(lambda text: None)  # the values may have changed since the last fit
+        leave_out_frozen(self, lambda text: None)  # the values may have changed since the last fit
         self._is_new_wrapper = True
         self.wrapped = self.wrapper.wrap(self.plain)
         self._is_training = None

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import TensorDataset
 
 import distributed
 from distributed import Callback, CheckpointError, ConfigError, Trainer, TrainingError
-from distributed.backends._torch.frozen import FrozenPart
+from distributed.backends._torch.frozen import FrozenPart, stored_record
 from distributed.callbacks import ExponentialMovingAverage, Freeze
 from distributed.checkpoints.manifest import list_checkpoints, manifest_of, verify
 from distributed.checkpoints.state_file import read_state
@@ -174,26 +174,30 @@ def test_another_element_type_of_a_frozen_parameter_is_refused() -> None:
         return model
 
     stored = FrozenPart(net(), is_main=True).record
-    with pytest.raises(CheckpointError, match="norm.bias has the element type float64 instead of float32 here"):
+    with pytest.raises(CheckpointError, match=r"norm.bias has the element type float64 instead of float32 here"):
         FrozenPart(double(), is_main=True).check(stored, Path("step-00000001"))
 
 
 def test_whole_and_partial_checkpoints_need_the_setting_that_fits(made: Any) -> None:
     second, _, final = made
-    with pytest.raises(CheckpointError, match="trainable parameters only: set checkpoint_trainable_only=True to resume"):
+    with pytest.raises(
+        CheckpointError, match="trainable parameters only: set checkpoint_trainable_only=True to resume"
+    ):
         trained(resume_from_checkpoint=str(second), checkpoint_trainable_only=False)
     whole = trained(checkpoint_trainable_only=False, epochs=2)
     again = trained(resume_from_checkpoint=str(checkpoints(whole)[-1]))
     assert_same(weights(again.model), final)
     assert verify(checkpoints(again)[-1]).is_trainable_only
-    with pytest.raises(CheckpointError, match="the frozen parameter norm.bias has other values in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"the frozen parameter norm.bias has other values in the checkpoint"):
         trained(lambda: changed("norm.bias"), resume_from_checkpoint=str(checkpoints(whole)[-1]))
 
 
 def test_load_weights_and_init_from_say_what_is_missing(made: Any, capsys: pytest.CaptureFixture[str]) -> None:
     _, last, final = made
     model = net()
-    with pytest.raises(CheckpointError, match=r"it lacks base.weight, base.bias, .*trainable parameters only: pass strict=False"):
+    with pytest.raises(
+        CheckpointError, match=r"it lacks base.weight, base.bias, .*trainable parameters only: pass strict=False"
+    ):
         distributed.load_weights(model, last)
     loaded = distributed.load_weights(model, last, strict=False)
     assert loaded.is_trainable_only and set(loaded.missing) == FROZEN | {"tied.weight", "tied.bias"}
@@ -211,7 +215,9 @@ def test_the_commands_say_that_a_checkpoint_is_partial(
     output = capsys.readouterr().out
     assert ", trainable parameters only, all verified" in output
     assert "(trainable only)" in output
-    with pytest.raises(ConfigError, match="trainable parameters only: add --script train.py, whose model has the frozen"):
+    with pytest.raises(
+        ConfigError, match=r"trainable parameters only: add --script train.py, whose model has the frozen"
+    ):
         export(last, tmp_path / "out.safetensors")
 
 
@@ -221,7 +227,7 @@ def test_a_model_with_its_frozen_part_is_exported_whole(made: Any, tmp_path: Pat
     _, last, final = made
     export_model(net(), last, tmp_path / "out.safetensors", format="safetensors")
     assert_same(load_file(tmp_path / "out.safetensors"), final)
-    with pytest.raises(CheckpointError, match="base.weight has other values here"):
+    with pytest.raises(CheckpointError, match=r"base.weight has other values here"):
         export_model(net(1), last, tmp_path / "other.safetensors", format="safetensors")
 
 
@@ -258,7 +264,9 @@ def test_a_parameter_that_is_unfrozen_during_the_fit_stops_it() -> None:
         def on_train_start(self, state: Any) -> None:
             self.context.model.norm.bias.requires_grad_(True)
 
-    with pytest.raises(TrainingError, match="leaves out norm.bias, which was frozen at the start of the fit and is trained"):
+    with pytest.raises(
+        TrainingError, match=r"leaves out norm.bias, which was frozen at the start of the fit and is trained"
+    ):
         trained(net, Unfreezes())
 
 
@@ -266,9 +274,11 @@ def test_what_contradicts_is_refused_in_one_line() -> None:
     for arguments in ({"until_epoch": 1}, {"until_step": 3}):
         with pytest.raises(ConfigError, match="checkpoint_trainable_only=True does not work with Freeze, which begins"):
             Trainer(net, callbacks=[Freeze("adapter", **arguments)], **ONLY)
-    with pytest.raises(ConfigError, match="checkpoint_trainable_only=True does not work with backend='deepspeed' with native"):
+    with pytest.raises(
+        ConfigError, match="checkpoint_trainable_only=True does not work with backend='deepspeed' with native"
+    ):
         Trainer(net, backend="deepspeed", deepspeed={"native_checkpoint": True, "zero_stage": 1}, **ONLY)
-    with pytest.raises(ConfigError, match="mlflow_register_model='x' registers .*: drop one of them"):
+    with pytest.raises(ConfigError, match=r"mlflow_register_model='x' registers .*: drop one of them"):
         Trainer(net, mlflow_tracking=True, mlflow_register_model="x", **ONLY)
 
 
@@ -283,6 +293,16 @@ def test_a_damaged_record_is_refused(made: Any) -> None:
     raw = (made[1] / "manifest.json").read_bytes()
     assert manifest_of(made[1], raw).frozen is not None
     with pytest.raises(CheckpointError, match="its record of the frozen parameters is damaged"):
-        from distributed.backends._torch.frozen import stored_record
-
         stored_record(["base.weight"], made[1])
+
+
+def test_frozen_weights_that_come_from_init_from_are_read_again_on_resume(made: Any, tmp_path: Path) -> None:
+    base = tmp_path / "base.safetensors"
+    save_file({name: value for name, value in weights(net()).items() if not name.startswith("tied")}, base)
+    run = trained(lambda: net(1), init_from=str(base))
+    assert_same(weights(run.model), made[2])
+    cut = checkpoints(run)[0]
+    again = trained(lambda: net(1), init_from=str(base), resume_from_checkpoint=str(cut))
+    assert_same(weights(again.model), made[2])
+    with pytest.raises(CheckpointError, match=r"base.weight has other values here: .* \(or give them as init_from\)"):
+        trained(lambda: net(1), resume_from_checkpoint=str(cut))

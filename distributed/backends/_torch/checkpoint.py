@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.backends._torch import frozen, modules, named_optimizers, tensors
+from distributed.backends.weights import load_weights
 from distributed.checkpoints.shards import weights_in
 from distributed.checkpoints.state_file import read_state
 from distributed.errors import CheckpointError
@@ -88,6 +89,9 @@ def take_weights(model: Any, directory: Path, config: DistributedConfig) -> Any:
         keras_module.take_weights(made, directory, config.dtype)
         return made
     built = modules.build_model(made, config, torch.device("cpu"))
-    left_out = frozen.checked_names(built, read_state(checkpoint)[1].get("frozen"), checkpoint)
+    record = frozen.stored_record(read_state(checkpoint)[1].get("frozen"), checkpoint)
+    if config.init_from is not None and frozen.record_of(built, record) != record:
+        load_weights(built, config.init_from, strict=False)  # the workers got the frozen ones from there
+    left_out = frozen.checked_names(built, record, checkpoint)
     tensors.load_model(built, directory, left_out)
     return built

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -15,6 +15,9 @@ from distributed.backends._torch.tensors import MODEL, model_state
 from distributed.checkpoints.durable import size_text
 from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.errors import CheckpointError, TrainingError
+
+if TYPE_CHECKING:
+    from distributed.backends.torch_base import TorchBackend
 
 Record = Mapping[str, Mapping[str, Any]]  # name -> element type, shape, size and digest of a parameter
 
@@ -70,6 +73,17 @@ class FrozenPart:
                 )
 
 
+def leave_out_frozen(backend: TorchBackend[Any], notice: Callable[[str], None]) -> None:
+    """If `checkpoint_trainable_only` is set, leave the parameters that are frozen now out of the checkpoints of `backend`.
+
+    To be called before the engine changes the model. A collective.
+    """
+    if backend.config.checkpoint_trainable_only:
+        backend.frozen = FrozenPart(backend.plain, is_main=backend.context.is_main_process)
+        backend.kind.left_out = backend.frozen.names
+        notice(backend.frozen.describe())
+
+
 def record_of(model: torch.nn.Module, names: Collection[str], *, is_main: bool = True) -> dict[str, dict[str, Any]]:
     """Return the record of those of the parameters `names` that the model has, on the main process.
 
@@ -97,7 +111,7 @@ def check_same(here: Record, stored: Record, directory: Path) -> None:
             continue
         raise CheckpointError(
             f"checkpoint {directory} has the trainable parameters only and belongs to other frozen ones: {name} {difference}:"
-            " construct the model with the frozen weights with which it was trained, or start without the checkpoint"
+            " construct the model with the frozen weights with which it was trained (or give them as init_from), or start without it"
         )
 
 
