@@ -176,7 +176,7 @@ class TorchBackend(Backend[OptionsT]):
             start_from(
                 job.init_from, self.model, self.world, self.config.timeout_s, notice=notices.append, warn=self._warn
             )
-        leave_out_frozen(self, notices.append)
+        self.frozen = leave_out_frozen(self, notices.append)
         if self.config.activation_checkpointing:
             count = self.kind.checkpoint_activations()
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
@@ -409,7 +409,7 @@ class TorchBackend(Backend[OptionsT]):
 
         self.kind.freeze()
         _check_trainable(self.plain, self._trainable)
-        leave_out_frozen(self, lambda text: None)  # the values may have changed since the last fit
+        self.frozen = leave_out_frozen(self, lambda text: None)  # the values may have changed since the last fit
         self._is_new_wrapper = True
         self.wrapped = self.wrapper.wrap(self.plain)
         self._is_training = None

@@ -46,7 +46,7 @@ CONDITIONS = {
     ("deepspeed", "mixed_precision=fp16", "with zero_stage=0"): ("deepspeed.zero_stage=0", "deepspeed.zero_stage=1"),
     ("deepspeed", "mixed_precision=bf16", "with zero_stage=0"): ("deepspeed.zero_stage=0", "deepspeed.zero_stage=3"),
     ("deepspeed", "checkpoint_trainable_only", "with native_checkpoint"): (
-        "checkpoint_trainable_only=true,deepspeed.zero_stage=1,deepspeed.native_checkpoint=true", "checkpoint_trainable_only=true",
+        "deepspeed.zero_stage=1,deepspeed.native_checkpoint=true", "deepspeed.zero_stage=1",
     ),
     ("deepspeed", "optimizer=adafactor", "with zero_stage above 0"): ("deepspeed.zero_stage=1", "deepspeed.zero_stage=0"),
     ("deepspeed", "optimizer=muon", "with zero_stage above 0"): ("deepspeed.zero_stage=3", "deepspeed.zero_stage=0"),

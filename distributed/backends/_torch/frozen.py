@@ -73,15 +73,17 @@ class FrozenPart:
                 )
 
 
-def leave_out_frozen(backend: TorchBackend[Any], notice: Callable[[str], None]) -> None:
-    """If `checkpoint_trainable_only` is set, leave the parameters that are frozen now out of the checkpoints of `backend`.
+def leave_out_frozen(backend: TorchBackend[Any], notice: Callable[[str], None]) -> FrozenPart | None:
+    """If `checkpoint_trainable_only` is set, leave the parameters that are frozen now out of checkpoints, and return them.
 
     To be called before the engine changes the model. A collective.
     """
-    if backend.config.checkpoint_trainable_only:
-        backend.frozen = FrozenPart(backend.plain, is_main=backend.context.is_main_process)
-        backend.kind.left_out = backend.frozen.names
-        notice(backend.frozen.describe())
+    if not backend.config.checkpoint_trainable_only:
+        return None
+    found = FrozenPart(backend.plain, is_main=backend.context.is_main_process)
+    backend.kind.left_out = found.names
+    notice(found.describe())
+    return found
 
 
 def record_of(model: torch.nn.Module, names: Collection[str], *, is_main: bool = True) -> dict[str, dict[str, Any]]:
