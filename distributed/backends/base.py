@@ -386,6 +386,13 @@ def check_callbacks(backend: Backend[Any], callbacks: Sequence[Callback]) -> Non
         raise ConfigError(
             f"{' and '.join(averaging)} both average the weights, of which there is one average: drop one"
         )
+    if backend.config.checkpoint_trainable_only:
+        for callback in callbacks:
+            if callback.trains_later:
+                raise ConfigError(
+                    f"checkpoint_trainable_only=True does not work with {type(callback).__name__}, which begins to train"
+                    " parameters during the fit: drop one of them"
+                )
     for callback in callbacks:
         overrides = type(callback).on_before_update is not Callback.on_before_update
         for need in dict.fromkeys((*callback.needs, *((GRADIENTS,) if overrides else ()))):

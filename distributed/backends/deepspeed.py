@@ -148,6 +148,13 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             name: (If("with zero_stage above 0", lambda own: own.options.stage > 0, str(why)),)
             for name, why in OF_WHOLE_MATRICES.items()
         },
+        "checkpoint_trainable_only": (
+            If(
+                "with native_checkpoint",
+                lambda own: own.options.native_checkpoint,
+                "DeepSpeed's own files have the whole model: drop one of them",
+            ),
+        ),
         "compile": "its hooks would break the compiled graph at every module: use backend 'pytorch-ddp' or 'fsdp'",
     }
 

@@ -190,6 +190,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "checkpoint_frequency": (),
     "checkpoint_every_n_steps": (),
     "checkpoint_every_s": (),
+    "checkpoint_trainable_only": (),
     "keep_latest_k": (),
     "keep_best": (),
     "log_every_n_steps": (),

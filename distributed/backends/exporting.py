@@ -16,7 +16,7 @@ from distributed.backends._keras.batches import unpacked
 from distributed.backends._keras.models import is_model
 from distributed.backends.arrays import ArrayBatch
 from distributed.backends.base import TARGET_NAMES
-from distributed.backends.weights import load_weights
+from distributed.backends.weights import load_trained
 from distributed.config.libraries import is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
 
@@ -105,7 +105,7 @@ def export(
         )
     made = _made(model)
     _check_kind(made, format)
-    loaded = None if source is None else load_weights(made, source)
+    loaded = None if source is None else load_trained(made, source)
     with _staged(path) as staged:
         difference, is_free = _written(made, staged, format, example)
         if format == "huggingface" and processing_class is not None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from distributed.backends._torch.averages import Averages
     from distributed.backends._torch.collating import Reading
+    from distributed.backends._torch.frozen import FrozenPart
     from distributed.backends._torch.generating import Generation
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.passes import Passes
@@ -87,6 +88,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training: bool | None = None
         self._is_new_wrapper = False
         self._first_data: ShardedData | None = None
+        self.frozen: FrozenPart | None = None  # with `checkpoint_trainable_only`: what checkpoints leave out
 
     # ------------------------------------------------------------------ set-up
 
@@ -99,6 +101,8 @@ class TorchBackend(Backend[OptionsT]):
 
         if not models.is_model(model):
             return
+        if self.config.checkpoint_trainable_only:
+            raise ConfigError("checkpoint_trainable_only=True does not work with Keras models: drop it")
         if self.refuses_keras:
             raise ConfigError(f"backend={self.plan.backend!r} does not take Keras models: {self.refuses_keras}")
         models.check_engine("torch", self.plan.backend, here=here, otherwise=self.other_keras)
@@ -152,6 +156,7 @@ class TorchBackend(Backend[OptionsT]):
 
     def prepare(self, job: Job, batch: BatchPlan) -> list[str]:
         from distributed.backends._torch.averaged_weights import AveragedTensors
+        from distributed.backends._torch.frozen import leave_out_frozen
         from distributed.backends._torch.kind_of_model import kind_of
         from distributed.backends.weights import start_from
 
@@ -171,6 +176,7 @@ class TorchBackend(Backend[OptionsT]):
             start_from(
                 job.init_from, self.model, self.world, self.config.timeout_s, notice=notices.append, warn=self._warn
             )
+        self.frozen = leave_out_frozen(self, notices.append)
         if self.config.activation_checkpointing:
             count = self.kind.checkpoint_activations()
             notices.append(f"activation checkpointing on {count} block{'s' * (count > 1)}")
@@ -399,8 +405,11 @@ class TorchBackend(Backend[OptionsT]):
         gc.collect()
 
     def rewrap(self) -> None:
+        from distributed.backends._torch.frozen import leave_out_frozen
+
         self.kind.freeze()
         _check_trainable(self.plain, self._trainable)
+        self.frozen = leave_out_frozen(self, lambda text: None)  # the values may have changed since the last fit
         self._is_new_wrapper = True
         self.wrapped = self.wrapper.wrap(self.plain)
         self._is_training = None

@@ -12,7 +12,7 @@ from typing import Any
 from distributed.backends._keras.models import is_model
 from distributed.backends.world import World
 from distributed.checkpoints.agreement import Agreement
-from distributed.checkpoints.weights import LoadedWeights, read_stored
+from distributed.checkpoints.weights import LoadedWeights, check_loaded, read_stored
 from distributed.errors import CheckpointError, ConfigError
 
 
@@ -45,6 +45,25 @@ def load_weights(model: Any, source: str | os.PathLike[str], *, strict: bool = T
     from distributed.backends._torch import tensors
 
     return tensors.load_weights(model, weights, strict=strict)
+
+
+def load_trained(model: Any, source: str | os.PathLike[str]) -> LoadedWeights:
+    """Load the weights at `source` as `load_weights` does. If they are the trainable ones only, `model` has the others.
+
+    Raises CheckpointError also if the frozen parameters of `model` are not those with which the checkpoint was trained.
+    """
+    weights = read_stored(os.fspath(source))
+    torch = sys.modules.get("torch")
+    if not weights.is_trainable_only or torch is None or not isinstance(model, torch.nn.Module):
+        return load_weights(model, source)
+    from distributed.backends._torch import frozen, tensors
+    from distributed.checkpoints.state_file import read_state
+
+    left_out = frozen.checked_names(model, read_state(weights.source)[1].get("frozen"), weights.source)
+    loaded = tensors.load_weights(model, weights, strict=False)
+    loaded = dataclasses.replace(loaded, missing=tuple(name for name in loaded.missing if name not in left_out))
+    check_loaded(dataclasses.replace(loaded, is_trainable_only=False), strict=True)
+    return loaded
 
 
 def start_from(

@@ -168,6 +168,11 @@ class Callback:
     __context: FitContext | None = None  # two underscores, so that no attribute of a subclass collides with it
 
     @property
+    def trains_later(self) -> bool:
+        """Whether the callback begins to train parameters during the fit. `checkpoint_trainable_only` then contradicts it."""
+        return False
+
+    @property
     def context(self) -> FitContext:
         """The objects that a hook may use. Raises ConfigError outside of `fit`."""
         if self.__context is None:

@@ -37,6 +37,11 @@ class Freeze(Callback):
         self.names, self.until_epoch, self.until_step = names, until_epoch, until_step
         self._parameters: list[Any] = []
 
+    @property
+    def trains_later(self) -> bool:
+        """Whether the parameters are trained after some epoch or update."""
+        return self.until_epoch is not None or self.until_step is not None
+
     def on_train_start(self, state: TrainState) -> None:
         known = self.context.named_parameters()
         for start in self.names:

@@ -57,6 +57,14 @@ class Manifest:
     config: Mapping[str, Any]
     versions: Mapping[str, str]
     files: Mapping[str, FileRecord]
+    # Number ("tensors") and size ("bytes") of the frozen parameters that are left out, and a digest of them; None if the
+    # checkpoint is whole.
+    frozen: Mapping[str, Any] | None = None
+
+    @property
+    def is_trainable_only(self) -> bool:
+        """Whether frozen parameters are left out."""
+        return self.frozen is not None
 
     @property
     def total_bytes(self) -> int:
@@ -69,6 +77,8 @@ class Manifest:
         Its last line is a digest of all bytes before it, which protects the manifest itself.
         """
         content = {"format": FORMAT, **dataclasses.asdict(self)}
+        if self.frozen is None:
+            del content["frozen"]
         body = json.dumps(content, indent=1)[:-2].encode()
         return body + _SEAL + xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n'
 
@@ -210,6 +220,17 @@ def parse_json(path: Path | str, name: str, raw: bytes) -> Any:
         raise _damaged(path, name, f"is not JSON: {error}") from None
 
 
+def summary_of_frozen(record: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any] | None:
+    """Return `Manifest.frozen` for the record of each parameter that a checkpoint leaves out. None if it is whole."""
+    if not record:
+        return None
+    digest = xxhash.xxh3_128()
+    for name in sorted(record):
+        digest.update(f"{name} {record[name]['xxh3_128']}\n".encode())
+    size = sum(int(entry["bytes"]) for entry in record.values())
+    return {"tensors": len(record), "bytes": size, "xxh3_128": digest.hexdigest()}
+
+
 def list_checkpoints(directory: Path) -> list[CheckpointInfo]:
     """Return all `step-...` entries of a directory, oldest first, checked by manifest and sizes.
 
@@ -316,11 +337,14 @@ def _manifest(path: Path | str, content: dict[str, Any]) -> Manifest:
             records[name] = FileRecord(int(record["bytes"]), str(record["xxh3_128"]))
         except (TypeError, KeyError, ValueError):
             raise _damaged(path, MANIFEST, f"has a wrong entry for {name!r}") from None
-    known = {field.name: field.type for field in dataclasses.fields(Manifest) if field.name != "files"}
+    known = {field.name: field.type for field in dataclasses.fields(Manifest) if field.name not in ("files", "frozen")}
     for name, kind in known.items():
         if name not in content or not isinstance(content[name], _KINDS[str(kind)]):
             raise _damaged(path, MANIFEST, f"lacks {name} or has a wrong value for it")
-    return Manifest(**{name: content[name] for name in known}, files=records)
+    frozen = content.get("frozen")
+    if not isinstance(frozen, dict | None):
+        raise _damaged(path, MANIFEST, "has a wrong value for frozen")
+    return Manifest(**{name: content[name] for name in known}, files=records, frozen=frozen)
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

@@ -26,6 +26,7 @@ from distributed.checkpoints.manifest import (
     file_digest,
     read_manifest,
     step_name,
+    summary_of_frozen,
     verify,
 )
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
@@ -56,7 +57,7 @@ class Stored(Protocol):
 
     def save(self, directory: Path, /) -> dict[str, Any]:
         """Write tensors into the staged checkpoint `directory`. Return the rest of the state, JSON-able. Only rank 0's
-        is stored."""
+        is stored. An entry `frozen` maps each parameter that is left out to its `bytes` and its `xxh3_128`, among others."""
 
     def load(self, directory: Path, state: Mapping[str, Any], /) -> None:
         """Load what `save` wrote into `directory`. `state` is what `save` returned on rank 0."""
@@ -275,7 +276,8 @@ class CheckpointStore:
         write_state(stage, state, extra)
         everything = sorted(stage.rglob("*"))
         records = {str(path.relative_to(stage)): _seal_file(path) for path in everything if path.is_file()}
-        manifest = self._manifest(state, config, best_value, records).to_bytes()
+        frozen = summary_of_frozen(extra.get("frozen"))
+        manifest = self._manifest(state, config, best_value, records, frozen).to_bytes()
         write_file(stage / MANIFEST, [manifest], len(manifest))
         for directory in [*(path for path in everything if path.is_dir()), stage]:
             sync(directory)
@@ -289,7 +291,12 @@ class CheckpointStore:
         self._mirror.notify()
 
     def _manifest(
-        self, state: TrainState, config: Mapping[str, Any], best_value: float | None, files: Mapping[str, FileRecord]
+        self,
+        state: TrainState,
+        config: Mapping[str, Any],
+        best_value: float | None,
+        files: Mapping[str, FileRecord],
+        frozen: Mapping[str, Any] | None,
     ) -> Manifest:
         return Manifest(
             step=state.step,
@@ -306,6 +313,7 @@ class CheckpointStore:
             config=json.loads(json.dumps(dict(config), default=str)),
             versions=_versions(),
             files=files,
+            frozen=frozen,
         )
 
     def _missed(self, target: Path, error: OSError) -> None:

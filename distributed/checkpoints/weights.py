@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.directory import open_verified
-from distributed.checkpoints.manifest import MANIFEST, inspect, list_checkpoints, resolve
+from distributed.checkpoints.manifest import MANIFEST, inspect, list_checkpoints, read_manifest, resolve
 from distributed.checkpoints.shards import StoredTensor, read_files, weights_in
 from distributed.checkpoints.tensor_file import check_header
 from distributed.config.addresses import address_in
@@ -25,6 +25,7 @@ class StoredWeights:
     source: Path
     tensors: Mapping[str, StoredTensor]  # a tied tensor appears under each of its names
     files: Sequence[Path]  # the safetensors files that hold them
+    is_trainable_only: bool = False  # whether it is a checkpoint that leaves out frozen parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,7 @@ class LoadedWeights:
         missing: names of the model that the source lacks. These tensors keep their values.
         unexpected: names of the source that the model lacks.
         other_shapes: name -> (shape in the source, shape in the model), or the element types, if only one of them is floating.
+        is_trainable_only: whether the source is a checkpoint that leaves out the frozen parameters.
     """
 
     source: Path
@@ -44,6 +46,7 @@ class LoadedWeights:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     other_shapes: Mapping[str, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
+    is_trainable_only: bool = False
 
     @property
     def fits(self) -> bool:
@@ -54,7 +57,8 @@ class LoadedWeights:
         """Return the mismatches in one line: the number and the first names of each kind."""
         shapes = [f"{name} is {there} there, {here} here" for name, (there, here) in self.other_shapes.items()]
         kinds = {"it lacks": self.missing, "this model lacks its": self.unexpected, "other shapes:": shapes}
-        return "; ".join(f"{what} {_first(names)}" for what, names in kinds.items() if names)
+        parts = [f"{what} {_first(names)}" for what, names in kinds.items() if names]
+        return "; ".join([*parts, *(["it has the trainable parameters only"] if self.is_trainable_only else [])])
 
 
 def _first(names: Sequence[str]) -> str:
@@ -64,6 +68,11 @@ def _first(names: Sequence[str]) -> str:
 
 def check_loaded(loaded: LoadedWeights, *, strict: bool) -> None:
     """Raise CheckpointError with the mismatches if `strict` and there are any, or if nothing was loaded."""
+    if strict and loaded.missing and loaded.is_trainable_only and loaded.num_loaded:
+        raise CheckpointError(
+            f"the weights of {loaded.source} do not fill the model: {loaded.describe()}: pass strict=False, which leaves the"
+            " frozen ones as they are in the model"
+        )
     if (strict and not loaded.fits) or not loaded.num_loaded:
         raise CheckpointError(
             f"the weights of {loaded.source} are of another model: {loaded.describe()}: build the model as it was saved"
@@ -138,7 +147,8 @@ def read_stored(source: str | Path) -> StoredWeights:
     tensors |= {name: tensors[owner] for name, owner in aliases.items() if owner in tensors}
     if not tensors:
         raise CheckpointError(f"{found} holds no weights: give another run directory, checkpoint or .safetensors file")
-    return StoredWeights(found, tensors, files)
+    is_checkpoint = (found / MANIFEST).exists()
+    return StoredWeights(found, tensors, files, is_checkpoint and read_manifest(found).is_trainable_only)
 
 
 def _files_of(found: Path) -> list[Path]:

@@ -59,7 +59,7 @@ def _row(info: CheckpointInfo, verdict: str) -> tuple[str, ...]:
     return (
         str(m.step),
         str(m.epoch + (m.samples_in_epoch > 0)),
-        size_text(m.total_bytes),
+        size_text(m.total_bytes) + (" (trainable only)" if m.is_trainable_only else ""),
         saved,
         engine,
         value,
@@ -84,7 +84,8 @@ def verify_(
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
     size = size_text(manifest.total_bytes)
-    typer.echo(f"{path or address}: step {manifest.step}, {len(manifest.files)} files, {size}, all verified")
+    partial = ", trainable parameters only" if manifest.is_trainable_only else ""
+    typer.echo(f"{path or address}: step {manifest.step}, {len(manifest.files)} files, {size}{partial}, all verified")
 
 
 app.command("export", cls=Command)(export)  # the same command as `distributed export`

@@ -72,6 +72,10 @@ def export(
 def _write_weights(path: Path, checkpoint: Path, of: str) -> None:
     if checkpoint.is_file():
         raise ConfigError(f"{checkpoint} is a safetensors file already: name another --format, or a run")
+    if read_manifest(checkpoint).is_trainable_only:
+        raise ConfigError(
+            f"{checkpoint} has the trainable parameters only: add --script train.py, whose model has the frozen ones"
+        )
     tensors = read_weights(checkpoint)
     try:
         write_tensors(path, tensors, {"format": "pt"}, writer=replace_file)

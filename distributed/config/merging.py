@@ -129,7 +129,10 @@ def merge(
 def _refuse_two_starts(merged: MergedConfig) -> None:
     weights, source = merged.config.init_from, merged.config.resume_from_checkpoint
     is_overruled = merged.is_overruled("init_from", "resume_from_checkpoint")
-    if weights is not None and isinstance(source, str) and not is_overruled:
+    takes_both = (
+        merged.config.checkpoint_trainable_only
+    )  # the frozen parameters from the one, the others from the other
+    if weights is not None and isinstance(source, str) and not (is_overruled or takes_both):
         raise ConfigError(
             f"init_from={weights!r} gives the weights only, and resume_from_checkpoint={source!r} the whole state: drop one of them"
         )

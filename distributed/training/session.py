@@ -346,9 +346,8 @@ class FitSession:
         )
         if self._prepared_for == "evaluation":  # prepare the same model again, with what only training needs
             job = dataclasses.replace(job, model=self.backend.model)
-        if (
-            is_resumed or self._prepared_for == "evaluation"
-        ):  # its weights are those of the checkpoint, or loaded already
+        is_filled = is_resumed and not config.checkpoint_trainable_only  # its weights are all in the checkpoint
+        if is_filled or self._prepared_for == "evaluation":  # which has loaded them already
             job = dataclasses.replace(job, init_from=None)
         self._prepared_for, self._curve = "fit", job.scheduler
         return [*notices, *self.backend.prepare(job, batch)]

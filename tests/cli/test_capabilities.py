@@ -45,6 +45,9 @@ CONDITIONS = {
     ("deepspeed", "mixed_precision=fp16", "on CPUs"): ("device=cpu", "device=cuda"),
     ("deepspeed", "mixed_precision=fp16", "with zero_stage=0"): ("deepspeed.zero_stage=0", "deepspeed.zero_stage=1"),
     ("deepspeed", "mixed_precision=bf16", "with zero_stage=0"): ("deepspeed.zero_stage=0", "deepspeed.zero_stage=3"),
+    ("deepspeed", "checkpoint_trainable_only", "with native_checkpoint"): (
+        "deepspeed.zero_stage=1,deepspeed.native_checkpoint=true", "deepspeed.zero_stage=1",
+    ),
     ("deepspeed", "optimizer=adafactor", "with zero_stage above 0"): ("deepspeed.zero_stage=1", "deepspeed.zero_stage=0"),
     ("deepspeed", "optimizer=muon", "with zero_stage above 0"): ("deepspeed.zero_stage=3", "deepspeed.zero_stage=0"),
     ("horovod", "communication_backend=mpi", "in processes that mpirun did not start"): ("device=cpu", "OMPI_COMM_WORLD_SIZE=2"),
@@ -58,8 +61,8 @@ ON_TENSORFLOW = "with horovod.keras_backend='tensorflow'"
 CONDITIONS |= {
     ("horovod", key, ON_TENSORFLOW): ("horovod.keras_backend=tensorflow", "horovod.keras_backend=torch")
     for key in (
-        "mixed_precision=fp16", "activation_checkpointing", "compile", "scheduler_interval=epoch", "scaler_init_scale",
-        "scaler_growth_interval", "data.presharded", "data.remove_unused_columns", "optimizer=muon", "layer_rates",
+        "mixed_precision=fp16", "activation_checkpointing", "checkpoint_trainable_only", "compile", "scheduler_interval=epoch",
+        "scaler_init_scale", "scaler_growth_interval", "data.presharded", "data.remove_unused_columns", "optimizer=muon", "layer_rates",
     )
 }  # fmt: skip
 

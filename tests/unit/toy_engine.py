@@ -60,7 +60,8 @@ class ToyBackend(Backend[ToyOptions]):
     refuses: ClassVar[Mapping[str, Any]] = {
         "mixed_precision": "numpy on CPUs has no use for it: drop it",
         **dict.fromkeys(
-            ("gradient_clipping", "compile", "activation_checkpointing"), "least squares has no use for it: drop it"
+            ("gradient_clipping", "compile", "activation_checkpointing", "checkpoint_trainable_only"),
+            "least squares has no use for it: drop it",
         ),
         "nan_policy": "this engine stops: drop it",
         "init_from": "this engine begins at zero: drop it",

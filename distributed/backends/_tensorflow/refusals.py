@@ -8,6 +8,7 @@ REFUSES: Refusals = {
     "communication_backend": "TensorFlow has transports of its own: drop it",
     "mixed_precision=fp16": "TensorFlow's loss scaling is not in this version: set mixed_precision='bf16'",
     "activation_checkpointing": "wrap the layers in keras.RematScope in the model instead",
+    "checkpoint_trainable_only": "checkpoints of Keras models have all weights: drop it",
     "compile": "the step is a TensorFlow graph already: drop it",
     "optimizer=muon": "it is not in this version for Keras models: set optimizer='adamw', or pass keras.optimizers.Muon(...)",
     "layer_rates": "a Keras optimizer has one rate: drop it",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,14 +62,14 @@ class AveragedTensors:
             with self._shown():
                 self._backend.kind.save_model(directory / AVERAGED)
 
-    def load(self, directory: Path) -> None:
-        """Load what `save` wrote into the checkpoint `directory`. A collective."""
+    def load(self, directory: Path, left_out: Collection[str]) -> None:
+        """Load what `save` wrote into the checkpoint `directory`, which lacks the parameters `left_out`. A collective."""
         self._averaged = []
         self._has_begun = (directory / AVERAGED).is_dir()
         if self._has_begun:
             self._allocate()
             with self._shown():
-                self._backend.kind.load_model(directory / AVERAGED, {})
+                self._backend.kind.load_model(directory / AVERAGED, left_out)
 
     @contextlib.contextmanager
     def _shown(self) -> Iterator[None]:

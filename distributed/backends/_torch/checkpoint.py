@@ -8,8 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.backends._torch import modules, named_optimizers, tensors
+from distributed.backends._torch import frozen, modules, named_optimizers, tensors
+from distributed.backends.weights import load_weights
 from distributed.checkpoints.shards import weights_in
+from distributed.checkpoints.state_file import read_state
+from distributed.errors import CheckpointError
 
 if TYPE_CHECKING:
     from distributed.backends.torch_base import TorchBackend
@@ -23,6 +26,9 @@ def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
     extra["loss_form"] = passes.objective.form if passes.is_settled else None
     extra["means"] = backend.measured.form
     extra["over_all"] = wholes.save(directory)
+    if backend.frozen is not None and backend.frozen.names:
+        backend.frozen.check_unchanged()
+        extra["frozen"] = backend.frozen.record
     with backend.averaged_weights.hidden():
         extra["model"] = backend.kind.save_model(directory)
     backend.averaged_weights.save(directory)
@@ -39,8 +45,9 @@ def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], 
     Returns whether the random generators were restored too. They are not if the world size differs.
     """
     update, passes = backend.update, backend.passes
-    backend.kind.load_model(directory, state.get("model") or {})
-    backend.averaged_weights.load(directory)
+    left_out = _left_out(backend, directory, state.get("frozen"))
+    backend.kind.load_model(directory, left_out)
+    backend.averaged_weights.load(directory, left_out)
     options = named_optimizers.options_of(backend.optimizer)
     backend.kind.load_optimizer(backend.optimizer, directory, state["optimizer"])
     if named_optimizers.is_named(backend.optimizer):
@@ -56,16 +63,35 @@ def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], 
     return is_same and tensors.load_rng(directory, backend.world.rank, backend.device)
 
 
+def _left_out(backend: TorchBackend[Any], directory: Path, content: Any) -> frozenset[str]:
+    """Return the names of the parameters that the checkpoint lacks, after comparing them with those of the model.
+
+    `content` is the record of them in the state of the checkpoint, None for a whole one. Raises CheckpointError.
+    """
+    record = frozen.stored_record(content, directory)
+    if backend.frozen is not None:
+        backend.frozen.check(record, directory)
+    elif record:
+        raise CheckpointError(
+            f"checkpoint {directory} has the trainable parameters only: set checkpoint_trainable_only=True to resume from it"
+        )
+    return frozenset(record)
+
+
 def take_weights(model: Any, directory: Path, config: DistributedConfig) -> Any:
     """Return the user's `model` with the weights of a checkpoint. A factory is called on the CPU."""
     from distributed.backends._keras.models import is_model
     from distributed.backends._torch import keras_module
 
     made = modules.make_model(model, config, torch.device("cpu"))
-    directory = weights_in(directory)
+    checkpoint, directory = directory, weights_in(directory)
     if is_model(made):
         keras_module.take_weights(made, directory, config.dtype)
         return made
     built = modules.build_model(made, config, torch.device("cpu"))
-    tensors.load_model(built, directory)
+    record = frozen.stored_record(read_state(checkpoint)[1].get("frozen"), checkpoint)
+    if config.init_from is not None and frozen.record_of(built, record) != record:
+        load_weights(built, config.init_from, strict=False)  # the workers got the frozen ones from there
+    left_out = frozen.checked_names(built, record, checkpoint)
+    tensors.load_model(built, directory, left_out)
     return built

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,7 @@ class KerasKind(TorchKind):
             files.save_model(self.model, directory)
         return {}
 
-    def load_model(self, directory: Path, content: Mapping[str, Any]) -> None:
+    def load_model(self, directory: Path, left_out: Collection[str]) -> None:
         files.load_model(self.model, directory)
         self.module.mix_seeds(self.context.rank)
 

@@ -6,7 +6,7 @@ All other parts of a step are the same for all kinds of model.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ class TorchKind:
 
     def __init__(self, module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> None:
         self.module, self.context = module, context
+        self.left_out: Collection[str] = ()  # names of the parameters that checkpoints leave out
 
     @property
     def model(self) -> Any:
@@ -144,10 +145,10 @@ class TorchKind:
     # Checkpoints. Every rank calls each of the following methods.
 
     def save_model(self, directory: Path) -> dict[str, Any]:
-        return tensors.save_model(self.module, directory, self.context)
+        return tensors.save_model(self.module, directory, self.context, self.left_out)
 
-    def load_model(self, directory: Path, content: Mapping[str, Any]) -> None:
-        tensors.load_model(self.module, directory)
+    def load_model(self, directory: Path, left_out: Collection[str]) -> None:
+        tensors.load_model(self.module, directory, left_out)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, Any]:
         return tensors.save_optimizer(optimizer, tensors.named_parameters(self.module), directory, self.context)

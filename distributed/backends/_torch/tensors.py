@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,8 @@ from distributed.errors import CheckpointError, ConfigError, TrainingError
 from distributed.state import WorkerContext
 
 __all__ = [
-    "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "load_weights", "named_parameters", "plain_name", "save_model",
-    "save_optimizer", "save_rng", "scheduler_state", "unwrap",
+    "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "load_weights", "model_state", "named_parameters", "plain_name",
+    "save_model", "save_optimizer", "save_rng", "scheduler_state", "unwrap",
 ]  # fmt: skip
 
 MODEL, OPTIMIZER = "model", "optimizer"  # directories of a checkpoint, and prefixes of their files
@@ -67,8 +67,10 @@ def named_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Paramet
     return [(plain_name(name), parameter) for name, parameter in unwrap(model).named_parameters()]
 
 
-def save_model(model: torch.nn.Module, directory: Path, context: WorkerContext = ALONE) -> dict[str, Any]:
-    """Write parameters and buffers to `model/*.safetensors`. All ranks must call it.
+def save_model(
+    model: torch.nn.Module, directory: Path, context: WorkerContext = ALONE, left_out: Collection[str] = ()
+) -> dict[str, Any]:
+    """Write parameters and buffers, except those in `left_out`, to `model/*.safetensors`. All ranks must call it.
 
     A tensor with several names is stored once. The file's metadata holds the other names, which are also returned as
     `{"aliases": {name: stored name}}`. Raises TrainingError for an `extra_state` that is not a tensor, and OSError if
@@ -77,7 +79,9 @@ def save_model(model: torch.nn.Module, directory: Path, context: WorkerContext =
     aliases: dict[str, str] = {}
     first: dict[tuple[Any, ...], str] = {}
     kept: dict[str, torch.Tensor] = {}
-    for name, tensor in _model_state(model).items():
+    for name, tensor in model_state(model).items():
+        if name in left_out:
+            continue
         dtype_word(name, tensor)
         owner = first.setdefault(_storage_key(tensor), name)
         if owner != name:
@@ -95,7 +99,7 @@ def save_weights(model: torch.nn.Module, path: Path, context: WorkerContext = AL
     """
     staged = path.with_name(f".tmp-{path.name}")
     state: dict[str, torch.Tensor] = {}
-    for name, tensor in _model_state(model).items():
+    for name, tensor in model_state(model).items():
         full = sharding.whole(tensor)
         if context.is_main_process:
             state[name] = full.cpu() if full is not tensor else tensor  # keeps one gathered tensor on the device
@@ -105,14 +109,16 @@ def save_weights(model: torch.nn.Module, path: Path, context: WorkerContext = AL
         staged.replace(path)
 
 
-def load_model(model: torch.nn.Module, directory: Path) -> None:
+def load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str] = ()) -> None:
     """Copy the stored weights into the model's own tensors, in place. Not a collective.
+
+    The parameters `left_out`, which the checkpoint lacks, keep their values.
 
     Raises CheckpointError with the first missing and unexpected parameters and different shapes, all in one line.
     """
     stored, aliases = read_tensors(directory / MODEL)
     stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
-    own = _model_state(model)
+    own = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
     _check_same_model(own, stored, directory)
     _check_tied(own, stored)
     _copy(model, own, stored)
@@ -123,7 +129,7 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
 
     Raises CheckpointError with the mismatches, before any tensor changes, if `strict` or if nothing fits.
     """
-    own, stored = _model_state(model), weights.tensors
+    own, stored = model_state(model), weights.tensors
     if (name := next((name for name, tensor in own.items() if tensor.is_meta), None)) is not None:
         raise ConfigError(f"{name} is on the meta device and has no values to load into: build the model on the CPU")
     others = {name: other for name in own if name in stored and (other := _other_form(own[name], stored[name]))}
@@ -131,7 +137,9 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
     filled = {_storage_key(own[name]) for name in fitting}
     missing = [name for name, tensor in own.items() if name not in stored and _storage_key(tensor) not in filled]
     unexpected = [name for name in stored if name not in own]
-    loaded = LoadedWeights(weights.source, len(fitting), tuple(missing), tuple(unexpected), others)
+    loaded = LoadedWeights(
+        weights.source, len(fitting), tuple(missing), tuple(unexpected), others, weights.is_trainable_only
+    )
     check_loaded(loaded, strict=strict)
     _check_tied({name: own[name] for name in fitting}, fitting)
     _copy(model, own, fitting)
@@ -245,7 +253,7 @@ def load_scheduler_state(scheduler: Any, content: Mapping[str, Any]) -> None:
     scheduler.load_state_dict(decode_state(dict(content)))
 
 
-def _model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's `state_dict` by plain names, with the model's own tensors.
 
     A tied tensor appears under each name.

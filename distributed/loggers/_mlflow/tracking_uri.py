@@ -39,6 +39,11 @@ def check(merged: MergedConfig) -> None:
     model = merged.config.mlflow_register_model
     if model is not None and re.search(r"[/:]|^\s*$|^\.+$", model):
         raise ConfigError(f"mlflow_register_model={model!r} is not a valid name in MLflow: remove '/' and ':'")
+    if model is not None and merged.config.checkpoint_trainable_only:
+        raise ConfigError(
+            f"mlflow_register_model={model!r} registers the weights of a checkpoint, which lacks the frozen ones with"
+            " checkpoint_trainable_only=True: drop one of them"
+        )
 
 
 def users_uri() -> str | None:
