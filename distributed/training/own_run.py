@@ -14,12 +14,17 @@ from distributed.data import num_micro_batches
 from distributed.errors import ConfigError, TrainingError
 from distributed.loggers.logged import Logged
 from distributed.metrics.monitor import PREFIX
+from distributed.runs.summary import was_interrupted
 from distributed.state import StepResult
 from distributed.training import loop
 from distributed.training.session import FitSession, OpenedFit
 from distributed.training.validation import Validation, add, means_of, micro_batches
 
 _LOOP = "'for epoch in s.epochs():'"
+
+
+class _Interrupted(BaseException):
+    """A signal ends the block of a Session: the rest of the script's code in it is not run."""
 
 
 class KeptState(Callback):
@@ -116,12 +121,14 @@ class OwnRun:
 
     def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """End training, unless it has failed. A collective."""
+    ) -> bool:
+        """End training, unless it has failed. Return whether `error` only left the block. A collective."""
         self._leave()
-        if error is None:
+        is_interrupted = isinstance(error, _Interrupted)
+        if error is None or is_interrupted:
             self._settle()
             loop.end(self.run)
+        return is_interrupted
 
     # ------------------------------------------------------------------ epochs and batches
 
@@ -143,6 +150,7 @@ class OwnRun:
         try:
             for update_batch in loop.update_batches(run):
                 if not loop.enter(run):
+                    _leave_if_interrupted(run)
                     return
                 steps.begin(update_batch)
                 self._update_batch, self._is_update_open = update_batch, True
@@ -154,18 +162,20 @@ class OwnRun:
                 if self._is_update_open:
                     raise ConfigError("no update() was called for the last batch: call it after backward(loss)")
                 if not self._settle():
+                    _leave_if_interrupted(run)
                     return
         finally:
             self._leave()
 
     def batches_of(self, data: ShardedData) -> Iterator[Any]:
-        """Yield the batches of one pass over `data`. A signal ends it. A collective at its beginning."""
+        """Yield the batches of one pass over `data`. A signal ends the block. A collective at its beginning."""
         logged = self._validation.logged
         self.steps.begin_evaluation()
         try:
             for micro in micro_batches(data.epoch(0)):
-                if self._run is not None and not loop.enter_evaluation(self._run):
-                    return
+                if self._run is not None:
+                    loop.enter_evaluation(self._run)
+                    _leave_if_interrupted(self._run)
                 self._num_samples = logged.num_samples = micro.num_samples
                 yield self.steps.enter_evaluation(micro)
                 self.steps.leave_evaluation()
@@ -248,3 +258,9 @@ class OwnRun:
             return True
         self.steps.report_own_loss(made)
         return loop.follow(self.run, made)
+
+
+def _leave_if_interrupted(run: loop.Run) -> None:
+    """Leave the block of the Session if a signal has ended training. All ranks have agreed on it."""
+    if was_interrupted(run.state):
+        raise _Interrupted

@@ -102,7 +102,7 @@ def test_what_cannot_be_written_is_an_error_of_one_line(words, message, tmp_path
 
 
 def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(init.importlib.util, "find_spec", lambda name: None if name in ("PIL", "sklearn") else object())
+    monkeypatch.setattr(init, "is_installed", lambda name: name not in ("PIL", "sklearn"))
     run(["init", "--kind", "image", str(tmp_path)])
     assert "not installed here: pillow, scikit-learn: run pip install pillow scikit-learn" in capsys.readouterr().out
 

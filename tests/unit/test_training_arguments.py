@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def arguments(kind: str = "TrainingArguments", **given: Any) -> Any:
-    return getattr(transformers, kind)(**{"use_cpu": True, "report_to": "none", **given})
+    return getattr(transformers, kind)(**{"use_cpu": True, "report_to": "none", "disable_tqdm": False, **given})
 
 
 def translated(**given: Any) -> dict[str, Any]:
