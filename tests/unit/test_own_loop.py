@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import io
 import json
+import os
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import distributed
-from distributed.errors import ConfigError
+from distributed.errors import ConfigError, TrainingInterrupted
 from distributed.training.files import _Taken
 
 INPUTS = torch.randn(22, 4, generator=torch.Generator().manual_seed(0))
@@ -180,6 +183,35 @@ def test_files_of_the_run_are_those_of_a_trainer():
     loaded = make()
     distributed.load_weights(loaded, run_dir / result["checkpoint"])
     assert same(loaded, model)
+
+
+def signalled(place, seen):
+    """Get a signal in `place`, and note in `seen` what is done after it. Return the run directory."""
+    with contextlib.suppress(TrainingInterrupted), distributed.Session(**SETTINGS) as s:
+        model, _, loader, held_out = s.prepare(make(), adam, DATA, DATA)
+        for _ in s.epochs():
+            for batch in loader:
+                s.backward(mean_loss(model, batch))
+                s.update()
+                if place == "training" and s.step == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+            seen.append("trained")
+            for _ in held_out:
+                if place == "evaluation":
+                    os.kill(os.getpid(), signal.SIGTERM)
+            seen.append("evaluated")
+        seen.append("ended")
+    return s.run_dir
+
+
+@pytest.mark.parametrize(("place", "step", "done"), [("training", 2, []), ("evaluation", 6, ["trained"])])
+def test_a_signal_saves_and_leaves_the_block_at_once(place, step, done):
+    seen = []
+    run = signalled(place, seen)
+
+    assert seen == done
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{step:08d}"]
+    assert json.loads((run / "result.json").read_text())["status"] == "interrupted"
 
 
 def test_early_stopping_watches_what_the_loop_logs():
