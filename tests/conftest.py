@@ -36,7 +36,9 @@ from distributed.config.registry import backend_entry, missing_libraries
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 2.5  # limits of a minute or more only end what hangs: they leave room for a machine that does other work too
+# The limit of a command that is run to its end only ends what hangs, and leaves room for a machine that does other work too.
+# Limits of `Started.finish` and `wait_for` may be promises, and are exact.
+PATIENCE = 2.5
 MARK = "DISTRIBUTED_TEST_COMMAND"
 # Variables of launchers and clusters. A test that ran under one would see workers that are not its own.
 _FOREIGN = re.compile(
@@ -149,7 +151,7 @@ class Started:
 
         return poll(
             seen,
-            patient(timeout),
+            timeout,
             lambda: f"{what!r} did not come\n{self.output}",
             lambda: self.process.poll() is not None,
         )
@@ -160,7 +162,6 @@ class Started:
 
     def finish(self, timeout: float = 120, grace: float = 5) -> Finished:
         """Wait for the end, at most `timeout` seconds. All descendants must be gone within `grace` seconds after it."""
-        timeout = patient(timeout)
         try:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -189,7 +190,7 @@ class Started:
 
 
 def patient(limit_s: float) -> float:
-    """Return the time limit to use in the place of `limit_s`."""
+    """Return the time limit of a command that is run to its end, in the place of `limit_s`."""
     return limit_s * PATIENCE if limit_s >= 60 else limit_s
 
 
@@ -316,7 +317,7 @@ def run_python(start: Callable[..., Started]) -> Callable[..., Finished]:
     """Run `python ARGS` until it ends (see the top of this file)."""
 
     def run(args: Sequence[str], timeout: float = 120, fresh: bool = False, **where: Any) -> Finished:
-        return start([sys.executable, *args], fresh=fresh, **where).finish(timeout)
+        return start([sys.executable, *args], fresh=fresh, **where).finish(patient(timeout))
 
     return run
 
@@ -326,7 +327,7 @@ def run_cli(start: Callable[..., Started]) -> Callable[..., Finished]:
     """Run `python -m distributed.cli ARGS` until it ends (see the top of this file)."""
 
     def run(args: Sequence[str], timeout: float = 120, fresh: bool = False, **where: Any) -> Finished:
-        return start([sys.executable, "-m", "distributed.cli", *args], fresh=fresh, **where).finish(timeout)
+        return start([sys.executable, "-m", "distributed.cli", *args], fresh=fresh, **where).finish(patient(timeout))
 
     return run
 
@@ -346,7 +347,7 @@ def run_cli_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Fini
         argv = [sys.executable, "-m", "distributed.cli", *map(str, args)]
         command = Started(argv, directory, cwd, clean_environment(**(env or {})), fresh)
         try:
-            return command.finish(timeout)
+            return command.finish(patient(timeout))
         finally:
             command.kill()
 
