@@ -354,6 +354,21 @@ def run_cli_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Fini
     return run
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Start a headless Chromium, see scripts/browser.py."""
+    spec = importlib.util.spec_from_file_location("browser", ROOT / "scripts" / "browser.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if module.find_chromium() is None:
+        if os.environ.get("REQUIRE_CHROMIUM"):
+            pytest.fail("REQUIRE_CHROMIUM is set, and there is no chromium")
+        pytest.skip("no chromium is installed here")
+    with module.Browser() as chromium:
+        yield chromium
+
+
 @pytest.fixture
 def make_machines(tmp_path: Path) -> Iterator[Callable[[int], Any]]:
     """Return a function that makes a number of machines. They end with the test."""

@@ -49,7 +49,7 @@ class Observed(Protocol):
 
     @property
     def cuts_weights(self) -> bool:
-        """Whether a rank holds pieces of the parameters, so that it cannot run the model by itself."""
+        """True if a rank holds pieces of the parameters, so that it cannot run the model by itself."""
 
     def sampling(self, seed: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
         """Return a block in which the model may be called, in evaluation mode, without gradients and with numbers drawn from `seed`.
@@ -169,7 +169,7 @@ class Callback:
 
     @property
     def trains_later(self) -> bool:
-        """Whether the callback begins to train parameters during the fit. `checkpoint_trainable_only` then contradicts it."""
+        """True if the callback begins to train parameters during the fit. `checkpoint_trainable_only` then contradicts it."""
         return False
 
     @property

@@ -39,7 +39,7 @@ class Freeze(Callback):
 
     @property
     def trains_later(self) -> bool:
-        """Whether the parameters are trained after some epoch or update."""
+        """True if the parameters are trained after some epoch or update."""
         return self.until_epoch is not None or self.until_step is not None
 
     def on_train_start(self, state: TrainState) -> None:

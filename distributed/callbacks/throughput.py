@@ -12,10 +12,12 @@ if TYPE_CHECKING:
     from distributed.state import StepResult, TrainState
 
 # FLOPs per second of dense 16-bit matrix products with sums in fp32, by words of the name that CUDA reports. The first match counts.
-# Source: NVIDIA's data sheets of these GPUs, at half of the figures that are given "with sparsity".
+# Source: the pages and data sheets under https://www.nvidia.com/en-us/data-center/ (h100, h200, a100, a40, a30, a10, l40s, l40, l4,
+# grace-hopper-superchip), at half of the figures that are given "with sparsity". Compared with the tables of Lightning Fabric
+# (utilities/throughput.py: H100, A100) and torchtitan (get_peak_flops: H100, H200, A100). H800 and A800 compute as H100 and A100.
 PEAKS: Mapping[str, float] = {
     "GH200": 989e12, "H200 NVL": 835e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "A100": 312e12, "A800": 312e12,
-    "H800": 989e12, "A40": 149.7e12, "A30": 165e12, "A10G": 70e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
+    "H800": 989e12, "A40": 149.7e12, "A30": 165e12, "A10": 125e12, "L40S": 362e12, "L40": 181e12, "L4": 121e12,
 }  # fmt: skip
 _TABLE_IS_FOR = ("bfloat16", "float16")
 

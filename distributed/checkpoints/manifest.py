@@ -63,7 +63,7 @@ class Manifest:
 
     @property
     def is_trainable_only(self) -> bool:
-        """Whether frozen parameters are left out."""
+        """True if frozen parameters are left out."""
         return self.frozen is not None
 
     @property

@@ -107,7 +107,7 @@ class OneNode(RendezvousHandler):
 
     @property
     def num_newcomers(self) -> int:
-        """How many nodes wait until the workers have saved, to take part in the next round."""
+        """Number of nodes that wait until the workers have saved, to take part in the next round."""
         return 0
 
     @property

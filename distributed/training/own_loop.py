@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Where a loop goes on.
+    """Position at which a loop goes on.
 
     Attributes:
         step: the number of updates so far.
@@ -238,7 +238,7 @@ class Session:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
+        """True on rank 0."""
         return self._entered().context.is_main_process
 
     @property

@@ -91,20 +91,6 @@ def test_no_page_loads_anything_from_a_network(site):
     assert {page.name: found for page in pages if (found := re.findall(LOADED, page.read_text()))} == {}
 
 
-@pytest.fixture(scope="module")
-def browser():
-    from tests.unit.test_report_in_browser import load
-
-    module = load()
-
-    if module.find_chromium() is None:
-        if os.environ.get("REQUIRE_CHROMIUM"):
-            pytest.fail("REQUIRE_CHROMIUM is set, and there is no chromium")
-        pytest.skip("no chromium is installed here")
-    with module.Browser() as chromium:
-        yield chromium
-
-
 WIDE = ("index", "how-to", "security", "reference/settings", "reference/trainer", "reference/command-line")
 
 

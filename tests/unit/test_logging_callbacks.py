@@ -333,8 +333,8 @@ def test_without_a_known_peak_there_is_no_mfu_which_is_said_once() -> None:
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA A10G", 70e12),
-        ("NVIDIA GH200 480GB", 989e12), ("NVIDIA L4", 121e12), ("NVIDIA RTX A4000", None),
+        ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA A100-SXM4-40GB", 312e12), ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None), ("NVIDIA GH200 480GB", 989e12), ("NVIDIA L4", 121e12), ("NVIDIA RTX A4000", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("", None),
     ],
 )  # fmt: skip

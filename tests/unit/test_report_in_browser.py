@@ -5,7 +5,6 @@ Screenshots are kept in build/screenshots, or in TEST_ARTIFACTS where that is se
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -18,34 +17,16 @@ from PIL import Image
 from distributed.report import write_report
 from tests.unit.report_files import BEGAN, write_run, write_sweep
 
-BROWSER = Path(__file__).resolve().parents[2] / "scripts" / "browser.py"
+ROOT = Path(__file__).resolve().parents[2]
 # Of page.css: Okabe and Ito's blue and vermillion, and their lighter twins for dark mode.
 BLUE, RED, GREEN, GREY = (0, 114, 178), (213, 94, 0), (0, 158, 115), (154, 163, 176)
 DARK_BLUE, DARK_RED = (74, 168, 232), (255, 138, 61)
 WHITE, BLACK = (255, 255, 255), (27, 32, 40)
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("browser", BROWSER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def browser():
-    module = load()
-    if module.find_chromium() is None:
-        if os.environ.get("REQUIRE_CHROMIUM"):
-            pytest.fail("REQUIRE_CHROMIUM is set, and there is no chromium")
-        pytest.skip("no chromium is installed here")
-    with module.Browser() as chromium:
-        yield chromium
-
-
 @pytest.fixture(scope="module")
 def artifacts():
-    directory = Path(os.environ.get("TEST_ARTIFACTS") or BROWSER.parents[1] / "build" / "screenshots")
+    directory = Path(os.environ.get("TEST_ARTIFACTS") or ROOT / "build" / "screenshots")
     directory.mkdir(parents=True, exist_ok=True)
     return directory
 

@@ -158,7 +158,7 @@ class StreamData(ShardedData):
 
 
 class StreamPosition:
-    """Where a stream with `state_dict` and `load_state_dict` stands, as those of Hugging Face's `datasets` have.
+    """Position of a stream with `state_dict` and `load_state_dict` stands, as those of Hugging Face's `datasets` have.
 
     Such a stream continues at once after a resume. A stream is read again from its beginning if loader processes read it, if it
     draws random numbers from the global generators, or if its state lacks something, such as the content of a shuffle buffer.
