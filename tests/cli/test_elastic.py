@@ -177,7 +177,8 @@ def test_each_sample_is_seen_once_in_an_epoch_that_another_number_of_processes_f
     assert set(seen) == set(range(330))
 
 
-@pytest.mark.parametrize("backend", ["pytorch-ddp", pytest.param("horovod", marks=pytest.mark.cluster)])
+@pytest.mark.cluster
+@pytest.mark.parametrize("backend", ["pytorch-ddp", "horovod"])
 def test_nodes_go_and_come(
     make_machines: Callable[..., Machines],
     start: Callable[..., Started],

@@ -224,6 +224,7 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_are_loopback(
     assert "total 2.0 eth0" in ended[0].stdout and "total 2.0 eth0" in log.read_text()
 
 
+@pytest.mark.cluster
 def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
     make_machines: Callable[[int], Machines],
     start: Callable[..., Started],

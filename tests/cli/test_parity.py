@@ -128,6 +128,7 @@ Trainer(model, batch_size=8, shuffle=True).fit(Data())
 
 
 @pytest.mark.timeout(480)
+@pytest.mark.full  # test_tensorflow.py has a checkpoint of torch go on, and the other way round
 def test_keras_on_tensorflow_stands_beside_one_process_of_torch_and_one_of_its_own(run_cli, tmp_path):
     """Each engine draws other first weights from a seed. Eight starts of Keras: about 40 s."""
     needs_backend("tensorflow")

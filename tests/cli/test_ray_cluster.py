@@ -149,6 +149,7 @@ def test_a_client_without_a_gpu_plans_on_those_of_the_cluster(
             assert said in done.stdout
 
 
+@pytest.mark.cluster
 def test_the_cluster_gives_each_process_a_gpu_and_a_gpu_that_is_not_there_is_an_error(
     run_cli: Callable[..., Any], run_python: Callable[..., Any], tmp_path: Path, cluster: tuple[str, str]
 ) -> None:

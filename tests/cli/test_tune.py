@@ -192,6 +192,7 @@ def journal_so_far(place):
     return found
 
 
+@pytest.mark.full  # test_tuner.py interrupts a search too
 def test_interrupted_it_writes_what_there_is(start, place, cluster):
     running = start([*CLI, *command(place, "--address", cluster), "--", "--slow", "0.05"], cwd=place, env=OPEN)
     journal_file = place / "sweep" / "trials.jsonl"

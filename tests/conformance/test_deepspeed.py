@@ -270,6 +270,7 @@ assert len(history.rows) == 1 and "LOCAL_RANK" not in os.environ
 """
 
 
+@pytest.mark.full
 def test_one_process_trains_in_a_plain_script(run_python, tmp_path):
     done = run_python(["-c", PLAIN], cwd=tmp_path)
     assert done.returncode == 0, done.output

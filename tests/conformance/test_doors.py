@@ -124,8 +124,9 @@ def check_token(listeners, run):
 
 
 # One of the runs on two nodes is attacked. The others open the same sockets, and those that their engine opens on one node.
-# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`.
-ALIKE = ("single", "fsdp", "deepspeed")
+# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`, and so is Ray's head, whose
+# token test_ray.py asks for at each start.
+ALIKE = ("single", "fsdp", "deepspeed", "fit() of a script", "ray")
 ATTACKED = [name for name, start in listening.STARTS.items() if start.nodes == 1 or start.backend == "pytorch-ddp"]
 
 

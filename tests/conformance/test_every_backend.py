@@ -24,14 +24,15 @@ from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 
 # `make test` runs each engine of torch once, in pairs of adapter and number of processes. `make test-full` adds the rest of the
-# product, and TensorFlow, whose numbers test_tensorflow.py compares with those of a plain loop and test_parity.py with torch's.
+# product, and two adapters that other tests compare by default: TensorFlow (test_tensorflow.py with a plain loop, test_parity.py
+# with torch), and Ray, whose workers run the engine that is tested here (test_ray.py compares their bits with those of pytorch-ddp).
 # `python -m distributed.testing 'ray[cpus_per_worker=0.5]:1,3'` runs any other row.
 ROWS = """
-    single:1 pytorch-ddp:3 fsdp:2 horovod:2 deepspeed[zero_stage=3]:2 ray[engine=fsdp]:2
+    single:1 pytorch-ddp:3 fsdp:2 horovod:2 deepspeed[zero_stage=3]:2
 """
 MORE_ROWS = """
     pytorch-ddp:1,2 fsdp:1,3 horovod:1,3 deepspeed[zero_stage=0]:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=2]:2
-    deepspeed[zero_stage=3]:3 ray[cpus_per_worker=0.5]:2 tensorflow:2
+    deepspeed[zero_stage=3]:3 ray[cpus_per_worker=0.5]:2 ray[engine=fsdp]:2 tensorflow:2
 """
 
 
@@ -94,11 +95,7 @@ def test_conforms(started, references, world, check):
 @pytest.mark.parametrize(
     ("adapter", "worlds"),
     [
-        *(
-            # Ray's workers load a checkpoint as those of the engine that they run.
-            pytest.param(adapter, SOME_WORLDS, id=str(adapter), marks=FULL if adapter.backend == "ray" else ())
-            for adapter in ADAPTERS
-        ),
+        *(pytest.param(adapter, SOME_WORLDS, id=str(adapter)) for adapter in ADAPTERS),
         *(
             pytest.param(adapter, WORLDS, id=f"{name}-from all", marks=FULL)
             for name, adapter in {str(adapter): adapter for adapter in [*ADAPTERS, *MORE_ADAPTERS]}.items()
@@ -150,13 +147,16 @@ def test_starts_in_a_row_end_in_order_and_leave_nothing(adapter, tmp_path):
     assert len(check_starts(adapter, several(adapter), tmp_path, STARTS)) == STARTS
 
 
-@pytest.mark.parametrize("adapter", ends(*ALIKE, "ray"))  # test_ray.py has a script that fails
+# test_ray.py has a script that fails, and test_tensorflow.py lost workers.
+@pytest.mark.parametrize("adapter", ends(*ALIKE, "ray", "tensorflow"))
 def test_an_exception_on_one_rank_ends_all_and_is_the_last_thing_said(adapter, tmp_path):
     needs_backend(adapter.backend)
     check_exception(adapter, several(adapter), tmp_path)
 
 
-@pytest.mark.parametrize("adapter", ends(*ALIKE, "ray"))  # test_ray.py kills a rank too
+@pytest.mark.parametrize(
+    "adapter", ends(*ALIKE, "ray", "tensorflow")
+)  # test_ray.py and test_tensorflow.py kill a rank too
 def test_a_killed_rank_ends_all_and_is_named(adapter, tmp_path):
     needs_backend(adapter.backend)
     check_kill(adapter, several(adapter), tmp_path)

@@ -277,7 +277,13 @@ def test_a_killed_worker_is_replaced_and_the_result_is_the_same(run_python, tmp_
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGTERM, 143), (signal.SIGHUP, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, -2),
+        *(pytest.param(each, 143, marks=pytest.mark.full) for each in (signal.SIGTERM, signal.SIGHUP)),
+    ],
+)
 def test_a_signal_saves_and_what_was_trained_comes_back(start, tmp_path, number, code):
     fit = """
         try:

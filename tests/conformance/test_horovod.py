@@ -230,7 +230,10 @@ def weights():
     return {}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=FULL if name == "torchrun" else ()) for name in STARTS])
+# test_mpi.py runs mpirun too.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=FULL if name in ("torchrun", "mpirun") else ()) for name in STARTS]
+)
 def test_a_sample_trains_the_same_however_it_is_started(start, tmp_path, weights, name):
     if name == "mpirun":
         needs_mpi()

@@ -35,7 +35,7 @@ def alone(run_cli_once, tmp_path_factory):
     ("backend", "flags"),
     [
         ("pytorch-ddp", ()),
-        ("fsdp", ()),
+        pytest.param("fsdp", (), marks=FULL),
         pytest.param("ray", (), marks=FULL),
         pytest.param("horovod", (), marks=FULL),
         pytest.param("deepspeed", ("--set", "deepspeed.zero_stage=1"), marks=FULL),

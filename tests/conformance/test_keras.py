@@ -105,6 +105,7 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32_weights(results):
     assert 1e-6 < largest(half, full, "predicted") < 0.3
 
 
+@pytest.mark.full  # workers are killed in test_resume.py, and those of Keras on TensorFlow in test_tensorflow.py
 def test_killed_workers_change_no_bit(run_cli_once, tmp_path):
     def train(name, kills):
         # From three processes on, a resumed wrapper runs a pass with zero weight, whose random numbers must not count.

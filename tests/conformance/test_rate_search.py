@@ -59,6 +59,7 @@ def test_the_search_leaves_a_curve_below_the_run_and_takes_no_number_of_a_fit(wo
     assert done.stdout.count(" at step ") == 2, done.output  # once for the end of each of the two fits
 
 
+@pytest.mark.full
 def test_workers_that_the_search_starts_itself_find_the_same(workers, run_python, tmp_path):
     (one, _), _, _ = workers
     settings = json.dumps({"nproc_per_node": 2, "learning_rate": 0.05})

@@ -283,7 +283,7 @@ def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("own bundles", "stopped workers"), id="workers"),
+        pytest.param(("own bundles", "stopped workers"), id="workers", marks=pytest.mark.full),
         pytest.param(("alone", "one bundle", "stopped alone", "too small"), id="others", marks=pytest.mark.full),
     ],
 )

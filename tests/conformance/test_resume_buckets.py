@@ -14,7 +14,13 @@ import pytest
 JOB = Path(__file__).parent / "jobs" / "buckets.py"
 
 
-@pytest.mark.parametrize("options", [{}, {"comm_hook": "topk", "topk_ratio": 0.05}], ids=["all", "topk"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="all", marks=pytest.mark.full),
+        pytest.param({"comm_hook": "topk", "topk_ratio": 0.05}, id="topk"),
+    ],
+)
 def test_three_processes_and_several_buckets_resume_bit_for_bit(run_cli, tmp_path, options):
     weights = []
     for step in (0, 10):  # never killed, and killed one step after a checkpoint

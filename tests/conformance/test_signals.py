@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import signal
@@ -179,12 +178,11 @@ Trainer(torch.nn.Linear(4, 2), batch_size=4, epochs=1).fit(data, data)
 """
 
 
-def test_a_finished_run_never_exits_non_zero(run_python, tmp_path):
+@pytest.mark.parametrize("count", ["5", pytest.param("20", marks=pytest.mark.full)])
+def test_a_finished_run_never_exits_non_zero(run_python, tmp_path, count):
     """Many short runs follow each other. Threads of torch that outlived the process group used to abort one process in eight."""
     (tmp_path / "repeat.py").write_text(textwrap.dedent(REPEAT))
     (tmp_path / "short.py").write_text(textwrap.dedent(SHORT))
-    count = os.environ.get("TEARDOWN_RUNS", "20")
-
     done = run_python(["repeat.py", "short.py", count], cwd=tmp_path, timeout=100)
 
     assert done.returncode == 0, done.output

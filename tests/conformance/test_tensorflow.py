@@ -336,6 +336,7 @@ def test_killed_workers_change_no_bit(run_cli, tmp_path, clean, faults):
     assert_same(tmp_path, clean)
 
 
+@pytest.mark.full
 def test_after_sigterm_all_ranks_save_the_same_step_and_a_resume_changes_no_bit(run_cli, tmp_path, clean):
     done = run_cli(command(tmp_path, [["TERM-launcher-step", 4, 1]]), env={"SLOW": "0.01"}, timeout=120)
     assert done.returncode == 143, done.output

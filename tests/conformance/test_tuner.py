@@ -116,14 +116,20 @@ def test_the_report_of_a_search_shows_its_parameters_and_their_importance(ended,
     assert [axis["name"] for axis in parameters["axes"]] == ["a", "b", "score"] and len(parameters["trials"]) == 8
     assert (parameters["best"], parameters["worst"]) == (0, 14)
     assert importance["y"] == ["b", "a"] and sum(importance["x"]) == pytest.approx(1, abs=1e-3)  # 10 against at most 4
-    (curves,) = [panel for panel in sweep_panels(read_sweep(place / "asha")) if panel.title == "Curves of the trials"]
-    assert max(len(line.data["y"]) for line in curves.lines) == 9 and len(curves.lines) == 8
     page = write_report([place / "grid"], tmp_path / "report.html").read_text()
     assert "Importance of the parameters" in page
 
 
-def test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back(found):
-    facts = found["asha"]
+@FULL
+def test_the_report_of_a_search_shows_the_curves_of_its_trials(ended_too):
+    place, _ = ended_too
+    (curves,) = [panel for panel in sweep_panels(read_sweep(place / "asha")) if panel.title == "Curves of the trials"]
+    assert max(len(line.data["y"]) for line in curves.lines) == 9 and len(curves.lines) == 8
+
+
+@FULL  # the sweep of test_tune.py stops trials early with asha too
+def test_asha_stops_the_bad_ones_early_and_the_best_trainer_comes_back(more):
+    facts = more["asha"]
     assert facts["best"]["lr"] in (0.3, 0.2)
     status = {float(rate): tuple(each) for rate, each in facts["statuses"].items()}
     assert status[facts["best"]["lr"]] == ("finished", 9)
@@ -151,8 +157,9 @@ def test_hyperband_ends_with_its_best(more):
     assert facts["best"]["lr"] in (0.3, 0.2) and max(facts["epochs"]) == 9 and min(facts["epochs"]) < 9
 
 
-def test_a_trial_of_two_processes_has_both_cpus_for_itself(found):
-    facts = found["distributed_trials"]
+@FULL
+def test_a_trial_of_two_processes_has_both_cpus_for_itself(more):
+    facts = more["distributed_trials"]
     assert facts["worlds"] == [2, 2] and facts["epochs"] == [3, 3]
     one = ["started", "row", "row", "row", "row", "ended"]
     assert facts["order"] == one * 2  # the trials never overlap; the fourth row is what the function returned

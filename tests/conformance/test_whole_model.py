@@ -29,8 +29,8 @@ pytestmark = pytest.mark.timeout(480)
 
 CHECKED = [
     pytest.param(
-        backend, case, marks=FULL if backend in ("single", "horovod") else ()
-    )  # with a copy of the model, as pytorch-ddp
+        backend, case, marks=FULL if backend in ("single", "horovod", "deepspeed") else ()
+    )  # the first two with a copy of the model, as pytorch-ddp
     for backend, cases in BACKENDS.items()
     for case in cases
 ]

@@ -42,15 +42,30 @@ def needed(page):
         needs_backend("ray")
 
 
+# Samples that start a cluster of Ray, TensorFlow, DeepSpeed, Horovod or MLflow's database, or several runs: `make test-full` runs
+# them. What they show is tested by default in tests/conformance (test_ray.py, test_tensorflow.py, test_deepspeed.py, test_horovod.py,
+# test_tuner.py, test_mlflow.py) and tests/cli (test_init.py, test_parity.py, test_tune.py).
+SLOW_SCRIPTS = {
+    "backends/ray-2", "backends/tensorflow-1", "backends/deepspeed-1", "backends/horovod-2", "tuning-2", "init-1", "tracking-8", "tracking-9",
+    "hugging-face-5", "elastic-2", "many-nodes-1",
+}  # fmt: skip
+SLOW_COMMANDS = {"parity-0", "backends/deepspeed-0", "backends/tensorflow-0", "export-0"}
+
+
+def sample(page, code, number, slow):
+    name = f"{name_of(page)}-{number}"
+    return pytest.param(page, code, id=name, marks=pytest.mark.full if name in slow else ())
+
+
 SCRIPTS = [
-    pytest.param(page, code, id=f"{name_of(page)}-{number}")
+    sample(page, code, number, SLOW_SCRIPTS)
     for page in PAGES
     if page not in ELSEWHERE
     for number, (language, beside, code) in enumerate(blocks(page))
     if (language, beside) == ("python", "")
 ]
 COMMANDS = [
-    pytest.param(page, line, id=f"{name_of(page)}-{number}")
+    sample(page, line, number, SLOW_COMMANDS)
     for page in PAGES
     if page not in ELSEWHERE
     for number, line in enumerate(
@@ -58,6 +73,11 @@ COMMANDS = [
     )
     if line.startswith(PYTHON)
 ]
+
+
+def test_the_slow_samples_exist():
+    for slow, samples in ((SLOW_SCRIPTS, SCRIPTS), (SLOW_COMMANDS, COMMANDS)):
+        assert slow <= {each.id for each in samples}
 
 
 @pytest.mark.parametrize(("page", "code"), SCRIPTS)

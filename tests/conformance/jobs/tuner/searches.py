@@ -267,8 +267,8 @@ def _artifacts(run):
 
 
 SEARCHES = {
-    "few": (grid, asha, distributed_trials, failures, refusals, resume),
-    "more": (optuna, pbt, hyperband, tracked),
+    "few": (grid, failures, refusals, resume),
+    "more": (asha, distributed_trials, optuna, pbt, hyperband, tracked),
 }
 
 
