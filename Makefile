@@ -31,9 +31,9 @@ test: $(STAMP) $(HOROVOD_STAMP)
 test-full: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'not cluster'
 
-# Runs on several machines, which are network namespaces here: as root, with iproute2 and nftables (apt.txt).
+# Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m cluster --dist load
+	$(PYTEST) -m cluster --dist loadgroup
 
 # On a machine with a GPU, in eight minutes, with its own Python (torch with CUDA, pytest) and nothing installed. The tests
 # themselves can be tried out on CPUs: GPU_REHEARSAL=cpu make test-gpu GPU_PYTHON=.venv/bin/python

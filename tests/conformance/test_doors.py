@@ -124,13 +124,20 @@ def check_token(listeners, run):
 
 
 # One of the runs on two nodes is attacked. The others open the same sockets, and those that their engine opens on one node.
-# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`, and so is Ray's head, whose
-# token test_ray.py asks for at each start.
-ALIKE = ("single", "fsdp", "deepspeed", "fit() of a script", "ray")
+# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`.
+ALIKE = ("single", "fsdp", "deepspeed", "fit() of a script")
+
+
+def marks_of(name):
+    if name == "ray":
+        return pytest.mark.cluster
+    return FULL if name in ALIKE else ()
+
+
 ATTACKED = [name for name, start in listening.STARTS.items() if start.nodes == 1 or start.backend == "pytorch-ddp"]
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=FULL if name in ALIKE else ()) for name in ATTACKED])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=marks_of(name)) for name in ATTACKED])
 def test_a_stranger_runs_nothing_and_changes_no_bit(name, tmp_path):
     """Assert that only sockets of docs/security.md listen, and that each withstands the attack while the run trains."""
     start = listening.STARTS[name]

@@ -245,6 +245,7 @@ with mlflow.start_run(run_name="distributed-training") as run:
 """
 
 
+@pytest.mark.full
 def test_a_run_that_the_user_has_open_is_joined_and_left_to_him(entrance, run_python, tmp_path):
     (tmp_path / "sample.py").write_text(SAMPLE)
     done = run_python(["sample.py", entrance.uri], cwd=tmp_path, timeout=120)

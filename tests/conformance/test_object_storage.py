@@ -53,8 +53,13 @@ def uploaded(run):
 
 @pytest.mark.parametrize(
     ("backend", "world"),
-    [("single", 1), ("pytorch-ddp", 2), ("fsdp", 2), *(pytest.param(name, 2, marks=FULL) for name in ("deepspeed", "horovod", "ray"))],
-)  # fmt: skip
+    [
+        ("pytorch-ddp", 2),
+        ("fsdp", 2),
+        pytest.param("single", 1, marks=FULL),
+        *(pytest.param(name, 2, marks=FULL) for name in ("deepspeed", "horovod", "ray")),
+    ],
+)
 def test_checkpoints_are_copied_and_another_machine_resumes_from_them(run_cli, tmp_path, s3, backend, world):
     needs_backend(backend)
     flags = ["--backend", backend, "--checkpoint-dir", ADDRESS, "--set", "keep_latest_k=2"]

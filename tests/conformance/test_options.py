@@ -415,6 +415,7 @@ def test_powersgd_takes_one_bucket(ddp):
 # ------------------------------------------------------------------ compile
 
 
+@pytest.mark.full  # test_compile_cache.py compiles by default
 def test_compile_compiles_and_changes_only_rounding(run_cli, tmp_path):
     """Takes about 15 s for the first graph of the inductor."""
     script = tmp_path / "compiled.py"

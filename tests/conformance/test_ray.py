@@ -25,6 +25,11 @@ OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sid
 pytestmark = pytest.mark.timeout(480)
 
 
+def on_a_cluster(test):
+    """Mark a test of a cluster that runs already, for `make test-cluster`. One test process runs all of them, on one cluster."""
+    return pytest.mark.cluster(pytest.mark.xdist_group("a cluster of Ray")(test))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _ray():
     needs_backend("ray")
@@ -89,6 +94,7 @@ def check_plain(done, out, world, threads, *first):
     assert re.fullmatch(r"\[rank 1 \S+\] rank 1 is here\n", (out / "run" / "logs" / "rank-1.log").read_text())
 
 
+@on_a_cluster
 def test_an_existing_cluster_is_joined_by_its_address(run_cli, tmp_path, cluster):
     """Three processes join with half a CPU each, for which the cluster has room, and with the user's number of threads.
 
@@ -111,6 +117,7 @@ def test_a_sharded_model_is_whole_after_a_fit(run_cli, tmp_path, cluster):
     whole_model.check(tmp_path, facts, "gpt")
 
 
+@on_a_cluster
 def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
     """The first process of the server for this client dies. Ray's own client would then wait for minutes and fail."""
     cluster[2].touch()
@@ -123,6 +130,7 @@ def test_a_script_that_fails_and_the_client_server(run_cli, tmp_path, cluster):
     assert not cluster[2].exists()
 
 
+@on_a_cluster
 def test_more_processes_than_the_cluster_has_cpus_are_refused(run_cli, tmp_path, cluster):
     flags = plain(tmp_path, "go", "--address", cluster[0], "--set", "ray.cpus_per_worker=1.5")
     done = run_cli(flags, env=OPEN, fresh=True)
@@ -151,6 +159,7 @@ print(code, failure(code, RunDirectory("run"), 0))
 """
 
 
+@on_a_cluster
 def test_why_no_worker_started_is_what_fit_raises(run_python, tmp_path, cluster):
     done = run_python(["-c", AGAIN, cluster[0]], cwd=tmp_path, env=OPEN, timeout=180)
     assert done.stdout.startswith("3 nproc_per_node=100 with ray.cpus_per_worker=1 needs 100 CPUs"), done.output
@@ -283,7 +292,7 @@ def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("own bundles", "stopped workers"), id="workers", marks=pytest.mark.full),
+        pytest.param(("own bundles", "stopped workers"), id="workers", marks=pytest.mark.cluster),
         pytest.param(("alone", "one bundle", "stopped alone", "too small"), id="others", marks=pytest.mark.full),
     ],
 )

@@ -42,11 +42,13 @@ def needed(page):
         needs_backend("ray")
 
 
-# Samples that start a cluster of Ray, TensorFlow, DeepSpeed, Horovod or MLflow's database, or several runs: `make test-full` runs
-# them. What they show is tested by default in tests/conformance (test_ray.py, test_tensorflow.py, test_deepspeed.py, test_horovod.py,
-# test_tuner.py, test_mlflow.py) and tests/cli (test_init.py, test_parity.py, test_tune.py).
+# Samples that start a cluster of Ray: `make test-cluster` runs them.
+ON_RAY = {"backends/ray-2", "tuning-2"}
+# Samples that start TensorFlow, DeepSpeed, Horovod or MLflow's database, or several runs: `make test-full` runs them. What they show is
+# tested by default in tests/conformance (test_tensorflow.py, test_deepspeed.py, test_horovod.py, test_mlflow.py) and tests/cli
+# (test_init.py, test_parity.py).
 SLOW_SCRIPTS = {
-    "backends/ray-2", "backends/tensorflow-1", "backends/deepspeed-1", "backends/horovod-2", "tuning-2", "init-1", "tracking-8", "tracking-9",
+    "backends/tensorflow-1", "backends/deepspeed-1", "backends/horovod-2", "init-1", "tracking-8", "tracking-9",
     "hugging-face-5", "elastic-2", "many-nodes-1",
 }  # fmt: skip
 SLOW_COMMANDS = {"parity-0", "backends/deepspeed-0", "backends/tensorflow-0", "export-0"}
@@ -54,7 +56,8 @@ SLOW_COMMANDS = {"parity-0", "backends/deepspeed-0", "backends/tensorflow-0", "e
 
 def sample(page, code, number, slow):
     name = f"{name_of(page)}-{number}"
-    return pytest.param(page, code, id=name, marks=pytest.mark.full if name in slow else ())
+    marks = [pytest.mark.cluster] * (name in ON_RAY) + [pytest.mark.full] * (name in slow)
+    return pytest.param(page, code, id=name, marks=marks)
 
 
 SCRIPTS = [
@@ -76,7 +79,7 @@ COMMANDS = [
 
 
 def test_the_slow_samples_exist():
-    for slow, samples in ((SLOW_SCRIPTS, SCRIPTS), (SLOW_COMMANDS, COMMANDS)):
+    for slow, samples in ((SLOW_SCRIPTS | ON_RAY, SCRIPTS), (SLOW_COMMANDS, COMMANDS)):
         assert slow <= {each.id for each in samples}
 
 

@@ -24,9 +24,12 @@ COMMANDS = [
     for language, _, code in BLOCKS
     if language == "bash"
 ]
-RUN = (" doctor", " report ", " checkpoint ", " backends", " parity ")
+RUN = (" doctor", " report ", " checkpoint ", " backends")
+COMPARED = [lines for lines in COMMANDS if any(" parity " in line for line in lines)]
 EXECUTED = [lines for lines in COMMANDS if any(verb in line for line in lines for verb in RUN)]
-UNDERSTOOD = [line for lines in COMMANDS if lines not in EXECUTED for line in lines]  # their runs take minutes
+UNDERSTOOD = [
+    line for lines in COMMANDS if lines not in [*EXECUTED, *COMPARED] for line in lines
+]  # their runs take minutes
 
 
 def test_the_readme_is_short():
@@ -48,6 +51,7 @@ def test_python_sample_runs(code, run_python, tmp_path):
     assert done.returncode == 0, done.output
 
 
+@pytest.mark.full  # test_learning_pages.py runs the notebook of a tutorial, and test_notebooks.py those of examples
 @pytest.mark.parametrize("code", CELLS, ids=["notebook"])
 def test_notebook_sample_runs(code, tmp_path, monkeypatch):
     with warnings.catch_warnings():
@@ -85,9 +89,16 @@ def test_command_line_samples_run_one_after_another(run_cli, tmp_path):
 
     assert said.keys() == {
         "doctor", "train --script", "report runs/digits", "checkpoint list", "checkpoint verify", "checkpoint export", "backends", "backends fsdp",
-        "parity --script",
     }  # fmt: skip
-    assert "fsdp.NAME" in said["backends fsdp"] and said["parity --script"].endswith("all agree\n")
+    assert "fsdp.NAME" in said["backends fsdp"]
     assert [line.split()[1] for line in said["checkpoint list"].splitlines()[1:]] == ["1", "2"]  # epochs
     assert said["checkpoint verify"].endswith("all verified\n")
     assert len(load_file(tmp_path / "digits.safetensors")) == 8
+
+
+@pytest.mark.full  # test_parity.py compares backends by default
+def test_the_sample_of_parity_agrees(run_cli, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    ((command,),) = COMPARED
+    done = run_cli(shlex.split(command)[3:], timeout=120, cwd=tmp_path)
+    assert done.returncode == 0 and done.stdout.endswith("all agree\n"), done.output

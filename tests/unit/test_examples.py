@@ -51,6 +51,7 @@ def test_digits_reach_094_in_a_loop_of_the_script_on_shards(run_cli, tmp_path):
     assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.94
 
 
+@pytest.mark.cluster
 def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
     pytest.importorskip("ray.serve")
     trained = ["train", "--script", str(EXAMPLES / "train.py"), "--epochs", "2", "--run-dir", "base"]

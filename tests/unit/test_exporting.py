@@ -334,7 +334,7 @@ print("all is well")
 """
 
 
-@pytest.mark.parametrize("engine", ["tensorflow", "torch"])
+@pytest.mark.parametrize("engine", ["tensorflow", pytest.param("torch", marks=pytest.mark.full)])
 def test_keras_models(tmp_path, engine):
     pytest.importorskip("keras")
     (tmp_path / "job.py").write_text(KERAS)
