@@ -53,7 +53,7 @@ def test_no_sample_of_a_large_data_set_comes_twice() -> None:
         count = int(draw.integers(1 << bits, 2 << bits, dtype=numpy.uint64))
         positions = numpy.unique(draw.integers(0, count, 20_000))
         found = Permutation(count, bits, 1)(positions)
-        assert 0 <= found.min() and found.max() < count
+        assert found.min() >= 0 and found.max() < count
         assert len(numpy.unique(found)) == len(positions)
 
 
