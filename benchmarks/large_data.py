@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import machine
 import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+import machine
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import Fetcher
 from distributed.backends._torch.loading import shard

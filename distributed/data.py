@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from distributed.state import DATA_VERSION
 
@@ -112,8 +112,8 @@ class Permutation:
         import numpy
 
         self._num_samples = num_samples
-        self._a = math.isqrt(num_samples - 1) + 1  # the root, rounded up
-        self._b = -(-num_samples // self._a)
+        root = math.isqrt(num_samples - 1) + 1  # rounded up
+        self._a, self._b = numpy.uint64(root), numpy.uint64(-(-num_samples // root))
         self._keys = numpy.random.SeedSequence((seed, epoch)).generate_state(_ROUNDS, numpy.uint64)
 
     def __call__(self, positions: NDArray[numpy.int64]) -> NDArray[numpy.int64]:
@@ -126,13 +126,15 @@ class Permutation:
         return values.astype(numpy.int64)
 
     def _enciphered(self, values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
-        left, right = values // self._b, values % self._b
+        left: Any = values // self._b
+        right: Any = values % self._b
         for number, key in enumerate(self._keys):
             if number % 2:
                 right = (right + _drawn(left + key, self._b)) % self._b
             else:
                 left = (left + _drawn(right + key, self._a)) % self._a
-        return left * self._b + right
+        enciphered: NDArray[numpy.uint64] = left * self._b + right
+        return enciphered
 
 
 def _positions(where: range) -> NDArray[numpy.int64]:
@@ -141,7 +143,7 @@ def _positions(where: range) -> NDArray[numpy.int64]:
     return numpy.arange(where.start, where.stop, where.step, dtype=numpy.int64)
 
 
-def _drawn(words: NDArray[numpy.uint64], limit: int) -> NDArray[numpy.uint64]:
+def _drawn(words: Any, limit: numpy.uint64) -> Any:
     """Return a pseudo-random number below `limit`, which is below 2**32, for each word."""
     words = (words ^ (words >> 30)) * _MIX_1
     words = (words ^ (words >> 27)) * _MIX_2

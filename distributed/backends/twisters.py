@@ -35,7 +35,7 @@ class Memory(NamedTuple):
 
     def words(self) -> NDArray[numpy.uint32]:
         """Return an array that shares the memory."""
-        return numpy.frombuffer((ctypes.c_uint32 * (self.size // 4)).from_address(self.address), numpy.uint32)
+        return numpy.ctypeslib.as_array((ctypes.c_uint32 * (self.size // 4)).from_address(self.address))
 
 
 class Found(NamedTuple):

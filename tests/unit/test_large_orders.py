@@ -58,10 +58,11 @@ def test_no_sample_of_a_large_data_set_comes_twice() -> None:
 
 
 def is_uniform(counts: numpy.ndarray, degrees: int) -> bool:
-    """Return whether chi-square is within four standard deviations of its mean, on both sides."""
+    """Return whether chi-square is within four standard deviations, in the normal approximation of Wilson and Hilferty."""
     expected = counts.sum() / counts.size
     chi_square = ((counts - expected) ** 2 / expected).sum()
-    return abs(chi_square - degrees) < 4 * (2 * degrees) ** 0.5
+    spread = 2 / (9 * degrees)
+    return abs((chi_square / degrees) ** (1 / 3) - (1 - spread)) < 4 * spread**0.5
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 16, 17])
@@ -74,7 +75,7 @@ def test_over_a_thousand_seeds_each_sample_is_anywhere_and_beside_any_other(coun
     assert is_uniform(places, (count - 1) ** 2)
     others = pairs[~numpy.eye(count, dtype=bool)]
     assert pairs.trace() == 0
-    assert count == 2 or is_uniform(others, (count - 1) ** 2)
+    assert count < 5 or is_uniform(others, (count - 1) ** 2)  # fewer samples have too few orders for chi-square
 
 
 def test_all_orders_of_four_samples_are_equally_frequent() -> None:
@@ -130,7 +131,8 @@ def test_without_shuffle_a_large_order_is_sequential() -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_the_first_batch_and_a_late_resume_take_little_time_and_memory(shuffle: bool) -> None:
-    data = sharded(Positions(), plan(2, 32), rank=1, shuffle=shuffle)
+    agreed = {f"{rank}.0": float(MANY) for rank in range(2)}
+    data = sharded(Positions(), plan(2, 32), 1, lambda sums: agreed, shuffle=shuffle)
     tracemalloc.start()
     started = time.perf_counter()
     try:
@@ -173,7 +175,11 @@ def test_a_run_of_an_earlier_version_keeps_its_order_and_a_new_one_has_the_new_o
         return Trainer(torch.nn.Linear(1, 1), training_step=step, batch_size=20_000, device="cpu", **settings)
 
     def orders(version: int, epochs: int) -> list[int]:
-        return [i for epoch in range(epochs) for i in epoch_order(COUNT, 0, epoch, shuffle=True, version=version)[:]]
+        return [
+            i
+            for epoch in range(epochs)
+            for i in epoch_order(COUNT, 0, epoch, shuffle=True, version=version)[:].tolist()
+        ]
 
     with monkeypatch.context() as earlier:  # in which there was one order, and no checkpoint named it
         earlier.setattr(session, "TrainState", functools.partial(TrainState, data_version=1))
@@ -193,7 +199,7 @@ def test_a_run_of_an_earlier_version_keeps_its_order_and_a_new_one_has_the_new_o
 
     again = trainer(epochs=4, resume_from_checkpoint=run)  # its checkpoints name the order
     again.fit(data)
-    assert orders(1, 2) + seen == orders(1, 4)
+    assert orders(1, 3) + seen == orders(1, 4)
 
     trainer(epochs=2).fit(data)
     assert seen == orders(2, 2)
