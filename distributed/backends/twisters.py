@@ -9,13 +9,13 @@ import struct
 from typing import Any, NamedTuple
 
 import numpy
-from numpy.typing import NDArray
 
 python: Any = random.seed.__self__  # type: ignore[attr-defined] # the instance behind random.random() and friends
 _numpy: Any = numpy.random  # numpy's stubs lack get_bit_generator
 TORCH, PYTHON, NUMPY, ALL = 1, 2, 4, 7
 NUM_WORDS = 624  # words of a Mersenne Twister
-_DROPPED = 12  # numbers that SFC64 draws before its states are mixed
+_GOLDEN = 0x9E3779B97F4A7C15
+_POSITION, _GAUSS = struct.Struct("I"), struct.Struct("iid")
 
 
 class Memory(NamedTuple):
@@ -33,9 +33,9 @@ class Memory(NamedTuple):
     def write(self, state: bytes) -> None:
         ctypes.memmove(self.address, state, self.size)
 
-    def words(self) -> NDArray[numpy.uint32]:
-        """Return an array that shares the memory."""
-        return numpy.ctypeslib.as_array((ctypes.c_uint32 * (self.size // 4)).from_address(self.address))
+    def view(self) -> memoryview:
+        """Return the memory, to write to it."""
+        return memoryview((ctypes.c_char * self.size).from_address(self.address)).cast("B")
 
 
 class Found(NamedTuple):
@@ -46,14 +46,16 @@ class Found(NamedTuple):
     numpy_gauss: Memory  # numpy's spare normal variate: has_gauss and gauss
 
 
-class _Arrays(NamedTuple):
-    """Hold arrays that share the memory of the generators."""
+class _Streams(NamedTuple):
+    """Hold what `begin_sample` writes to."""
 
-    python_position: NDArray[numpy.uint32]
-    python_words: NDArray[numpy.uint32]
-    numpy_words: NDArray[numpy.uint32]
-    numpy_rest: NDArray[numpy.uint32]  # the position
-    numpy_gauss: NDArray[numpy.uint32]
+    seed_numpy: Any  # seeds numpy's global generator, except its spare number
+    numpy_gauss: memoryview
+    seed_own: Any  # seeds a generator whose words become Python's
+    own_words: memoryview
+    python: memoryview  # the words
+    python_position: memoryview
+    own: Any  # keeps that generator alive
 
 
 def memory() -> Found | None:
@@ -61,24 +63,33 @@ def memory() -> Found | None:
     return _find(_numpy.get_bit_generator())
 
 
-def begin_sample(value: int, which: int = ALL) -> NDArray[numpy.uint32]:
-    """Give each of the generators PYTHON and NUMPY in `which` an own stream that `value`, of 64 bits, decides.
+def begin_sample(value: int, which: int = ALL) -> None:
+    """Let the generators PYTHON and NUMPY in `which` draw the random numbers that `value`, of 64 bits, decides.
 
-    This takes a fraction of the time of seeding. The 624 words of a Mersenne Twister are numbers of SFC64 (Chris Doty-Humphrey,
-    PractRand), which is seeded as PractRand does: a = b = c = value, counter = 1, and the first twelve numbers are dropped. A
-    generator returns these words, tempered, before it computes further ones. The generators, and torch's, have words of their own:
-    the first 624 are torch's, then come Python's and numpy's.
-
-    Returns:
-        The words `[at least 624]`, for torch's generator.
+    numpy's generator is seeded as by `seed_numpy`. Python's gets the words that numpy computes from one seed of 32 bits
+    (`init_genrand` of Matsumoto and Nishimura), in half of the time of `random.seed`, which computes them three times.
     """
-    words = _expansion()(value, 3 if which & NUMPY else 2 if which & PYTHON else 1)
-    arrays = _arrays(_numpy.get_bit_generator()) if which & (PYTHON | NUMPY) else None
-    if which & PYTHON:
-        _begin_python(words[NUM_WORDS : 2 * NUM_WORDS], arrays)
+    streams = _streams(_numpy.get_bit_generator())
     if which & NUMPY:
-        _begin_numpy(words[2 * NUM_WORDS :], arrays, value)
-    return words
+        if streams is None:
+            seed_numpy(value)
+        else:
+            streams.seed_numpy(value >> 32)
+            _GAUSS.pack_into(streams.numpy_gauss, 0, 0, 0, 0.0)
+    if which & PYTHON:
+        # A third word beside the two halves of `value`, with which torch's and numpy's generators are seeded.
+        _begin_python((value * _GOLDEN >> 32) & 0xFFFFFFFF, streams)
+
+
+def _begin_python(word: int, streams: _Streams | None) -> None:
+    if streams is None:
+        state: Any = numpy.random.RandomState(word).get_state()
+        random.setstate((3, (*state[1].tolist(), NUM_WORDS), None))
+        return
+    streams.seed_own(word)
+    streams.python[:] = streams.own_words
+    _POSITION.pack_into(streams.python_position, 0, NUM_WORDS)
+    python.gauss_next = None
 
 
 def seed_numpy(value: int) -> None:
@@ -90,59 +101,16 @@ def seed_numpy(value: int) -> None:
         numpy.random.set_state({**type(bits)(value >> 32).state, "has_gauss": 0, "gauss": 0.0})
 
 
-def _begin_python(words: NDArray[numpy.uint32], arrays: _Arrays | None) -> None:
-    if arrays is None:
-        random.setstate((3, (*words.tolist(), 0), None))
-        return
-    arrays.python_words[:] = words
-    arrays.python_position[:] = 0
-    python.gauss_next = None
-
-
-def _begin_numpy(words: NDArray[numpy.uint32], arrays: _Arrays | None, value: int) -> None:
-    if arrays is not None:
-        arrays.numpy_words[:] = words
-        arrays.numpy_rest[:] = 0
-        arrays.numpy_gauss[:] = 0
-    elif isinstance(_numpy.get_bit_generator(), numpy.random.MT19937):
-        numpy.random.set_state(("MT19937", words, 0, 0, 0.0))
-    else:
-        seed_numpy(value)
-
-
-class _Expansion:
-    """Expand numbers of 64 bits to the words of Mersenne Twisters."""
-
-    def __init__(self) -> None:
-        self._bits = numpy.random.SFC64(0)
-        state: Any = self._bits.state
-        found = Memory(self._bits.ctypes.state_address, 32)
-        is_known = found.read() == state["state"]["state"].tobytes()
-        self._memory = (ctypes.c_char * found.size).from_address(found.address) if is_known else None
-        self._pack = struct.Struct("4Q").pack_into
-
-    def __call__(self, value: int, num_generators: int) -> NDArray[numpy.uint32]:
-        if self._memory is not None:
-            self._pack(self._memory, 0, value, value, value, 1)
-        else:
-            words = numpy.array([value, value, value, 1], numpy.uint64)
-            self._bits.state = {"bit_generator": "SFC64", "state": {"state": words}, "has_uint32": 0, "uinteger": 0}
-        count = _DROPPED + num_generators * NUM_WORDS // 2
-        words_of_all: NDArray[numpy.uint32] = self._bits.random_raw(count)[_DROPPED:].view(numpy.uint32)
-        return words_of_all
-
-
-@functools.cache
-def _expansion() -> _Expansion:
-    return _Expansion()
-
-
 @functools.lru_cache(maxsize=4)
-def _arrays(bits: Any) -> _Arrays | None:
+def _streams(bits: Any) -> _Streams | None:
     if (found := _find(bits)) is None:
         return None
-    of_python, of_numpy = found.python.words(), found.numpy.words()
-    return _Arrays(of_python[:1], of_python[1:], of_numpy[:-1], of_numpy[-1:], found.numpy_gauss.words())
+    own: Any = numpy.random.MT19937(0)
+    words = Memory(own.ctypes.state_address, 4 * NUM_WORDS)
+    position, of_python = found.python.view()[:4], found.python.view()[4:]
+    return _Streams(
+        bits._legacy_seeding, found.numpy_gauss.view(), own._legacy_seeding, words.view(), of_python, position, own
+    )
 
 
 @functools.lru_cache(maxsize=4)
@@ -174,7 +142,7 @@ def _gauss_offset() -> int:
     probe = numpy.random.RandomState(5)
     state: Any = probe.get_state(legacy=False)
     probe.set_state({**state, "has_gauss": 1, "gauss": 1.2345678901})
-    return _look_in(probe, struct.pack("iid", 1, 0, 1.2345678901))
+    return _look_in(probe, _GAUSS.pack(1, 0, 1.2345678901))
 
 
 def _look_in(instance: Any, known: bytes) -> int:

@@ -20,7 +20,7 @@ from tests.unit.ranks import groups_of_ranks, plan
 NUM_DRAWS = 1500  # more than the words of a generator
 # What the generators draw first for sample 3 of epoch 2 with seed 1.
 VERSION_1 = [0.6182488408379468], [0.9477168347796688], [0.9095524708709996]
-VERSION_2 = [0.918922844908059], [0.11153800440360495], [0.08222540958096047]
+VERSION_2 = [0.6182488408379468], [0.17287138156178605], [0.9095524708709996]
 
 
 @pytest.fixture(autouse=True)
@@ -74,16 +74,10 @@ def test_the_public_ways_set_the_same_streams(monkeypatch: pytest.MonkeyPatch) -
     expected = begun(2**64 - 1)
     with monkeypatch.context() as patch:
         patch.setattr(twisters, "_find", lambda bits: None)
-        patch.setattr(twisters._expansion(), "_memory", None)
-        twisters._arrays.cache_clear()
+        twisters._streams.cache_clear()
         assert twisters.memory() is None
         assert begun(2**64 - 1) == expected
-    twisters._arrays.cache_clear()
-
-
-def test_the_initial_seed_of_torch_is_that_of_the_sample() -> None:
-    sample_rng.begin_sample(2**64 - 3, TORCH, 2)
-    assert torch.initial_seed() % 2**64 == 2**64 - 3
+    twisters._streams.cache_clear()
 
 
 def test_streams_of_neighbours_and_of_the_three_generators_are_independent() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from distributed.backends import twisters
-from distributed.backends.twisters import ALL, NUM_WORDS, NUMPY, PYTHON, TORCH
+from distributed.backends.twisters import ALL, NUMPY, PYTHON, TORCH
 
 
 class RandomState(NamedTuple):
@@ -79,31 +77,16 @@ def seed(value: int, which: int = ALL) -> None:
 def begin_sample(value: int, which: int, version: int) -> None:
     """Let the generators `which` draw the random numbers of one sample, which `value` of 64 bits decides.
 
-    In version 1 of a run's data (`TrainState.data_version`), the generators are seeded. Later versions set their words, see
-    `twisters.begin_sample`.
+    In version 1 of a run's data (`TrainState.data_version`), this is `seed`. Later versions seed Python's generator in another
+    way, see `twisters.begin_sample`.
     """
     if version == 1:
         seed(value, which)
         return
-    words = twisters.begin_sample(value, which)
     if which & TORCH:
-        state, of_state = _torch_state()
-        of_state[0] = value  # torch.initial_seed()
-        of_state[3 : 3 + NUM_WORDS] = words[:NUM_WORDS]
-        torch.default_generator.set_state(state)
-
-
-@functools.cache
-def _torch_state() -> tuple[Tensor, NDArray[numpy.uint64]]:
-    """Return a state of torch's generator that has drawn nothing, and its numbers in the same memory.
-
-    They are the seed, the words that are left (with a flag), the next word, and the words. `get_state` of torch 2.13 writes and
-    `set_state` reads them.
-    """
-    state = torch.Generator().manual_seed(0).get_state()
-    numbers = state.numpy().view(numpy.uint64)
-    numbers[1] = numbers[1] & 0xFFFFFFFF00000000 | NUM_WORDS
-    return state, numbers
+        torch.default_generator.manual_seed(value & 0xFFFFFFFF)
+    if which & (PYTHON | NUMPY):
+        twisters.begin_sample(value, which)
 
 
 @contextmanager
