@@ -1,17 +1,14 @@
-"""Time and memory until the first batch of a large shuffled data set, and what the randomness of a sample costs.
+"""Time and memory until the first batch of a large shuffled data set.
 
     python benchmarks/large_data.py [--samples N] [--rounds N]
 
-Each contestant reads its first batch in a process of its own. The second table compares a data set that draws random numbers with the
-same data set read without streams of its own for each sample.
+Each contestant reads its first batch in a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import multiprocessing
-import random
 import resource
 import statistics
 import sys
@@ -19,18 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy
-import torch
 from torch.utils.data import DataLoader, Dataset
 
 import machine
-from distributed.backends._torch import sample_rng
-from distributed.backends._torch.fetching import Fetcher
 from distributed.backends._torch.loading import shard
 from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.data import sample_seeds
 from distributed.state import DATA_VERSION, DataRole, WorkerContext
 
 BATCH = 32
@@ -91,7 +83,7 @@ def first_batch(name: str, count: int, results: Any) -> None:
 
 
 def first_batches(count: int, rounds: int) -> list[list[str]]:
-    """Return the rows of the first table."""
+    """Return the rows of the table."""
     rows = [["", "first batch s", "MB per rank"]]
     context = multiprocessing.get_context("spawn")
     for name in contestants(count):
@@ -107,73 +99,14 @@ def first_batches(count: int, rounds: int) -> list[list[str]]:
     return rows
 
 
-DRAWS: dict[str, tuple[int, Callable[[], Any]]] = {
-    "torch": (sample_rng.TORCH, lambda: torch.rand(1)),
-    "random": (sample_rng.PYTHON, random.random),
-    "numpy": (sample_rng.NUMPY, numpy.random.random),
-}
-DRAWS["all three"] = (sample_rng.ALL, lambda: (torch.rand(1), random.random(), numpy.random.random()))
-
-
-class Draws(Numbers):
-    """Items that draw."""
-
-    def __init__(self, count: int, draw: Callable[[], Any]) -> None:
-        super().__init__(count)
-        self.draw = draw
-
-    def __getitem__(self, index: int) -> int:
-        self.draw()
-        return index
-
-
-def us_per_sample(read: Callable[[int], Any], batches: int = 200) -> float:
-    """Return the microseconds of a sample in the fastest batch of `read(number of the batch)`."""
-    fastest = math.inf
-    for number in range(batches):
-        begin = time.perf_counter()
-        read(number)
-        fastest = min(fastest, time.perf_counter() - begin)
-    return fastest / BATCH * 1e6
-
-
-def fetched(draw: Callable[[], Any], version: int) -> Callable[[int], Any]:
-    """Return a function that reads a batch in which each sample has a stream of its own."""
-    fetcher = Fetcher(Draws(1 << 20, draw), len, 0, train=True)
-    fetcher.version = version
-    return lambda number: fetcher(0, range(number * BATCH, (number + 1) * BATCH), range(BATCH))
-
-
-def randomness(rounds: int) -> list[list[str]]:
-    """Return the rows of the second table: what streams for each sample cost on top of reading and drawing."""
-    rows = [["draws from", "version 1 us", "us", "of it to seed us"]]
-    for name, (which, draw) in DRAWS.items():
-        plain = Draws(1 << 20, draw)
-        readers: list[Callable[[int], Any]] = [
-            lambda number, plain=plain: [plain[key] for key in range(BATCH)],
-            fetched(draw, 1),
-            fetched(draw, DATA_VERSION),
-            lambda number, which=which: [
-                sample_rng.begin_sample(value, which, DATA_VERSION) for value in sample_seeds(0, number, range(BATCH))
-            ],
-        ]
-        with sample_rng.preserved():
-            times = [[us_per_sample(read) for read in readers] for _ in range(rounds)]
-        base, before, now, seeded = (min(values) for values in zip(*times, strict=True))
-        rows.append([name, f"{before - base:.1f}", f"{now - base:.1f}", f"{seeded:.1f}"])
-    return rows
-
-
 def main() -> int:
-    """Print both tables."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=100_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     print(f"{options.samples} samples, batch {BATCH}, median of {options.rounds} rounds\n")
     print(machine.table(first_batches(options.samples, options.rounds)))
-    print(f"\nfastest of {200 * options.rounds} batches of {BATCH} samples\n")
-    print(machine.table(randomness(options.rounds)))
     print(f"\n{machine.describe()}")
     return 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from distributed.state import DATA_VERSION
@@ -186,17 +186,10 @@ def sample_seed(seed: int, epoch: int, position: int, salt: int = 0) -> int:
 
     The four numbers are mixed one after the other with the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
     """
-    return sample_seeds(seed, epoch, (position,), salt)[0]
-
-
-def sample_seeds(seed: int, epoch: int, positions: Iterable[int], salt: int = 0) -> list[int]:
-    """Return `sample_seed` of each of `positions`."""
-    first = _mixed(_mixed(0, seed ^ (seed >> 64)), epoch)
-    return [_mixed(_mixed(first, position), salt) for position in positions]
-
-
-def _mixed(state: int, word: int) -> int:
-    state = (state + _GOLDEN + word) & _WORD
-    state = ((state ^ (state >> 30)) * _MIX_1) & _WORD
-    state = ((state ^ (state >> 27)) * _MIX_2) & _WORD
-    return state ^ (state >> 31)
+    state = 0
+    for word in (seed ^ (seed >> 64), epoch, position, salt):
+        state = (state + _GOLDEN + word) & _WORD
+        state = ((state ^ (state >> 30)) * _MIX_1) & _WORD
+        state = ((state ^ (state >> 27)) * _MIX_2) & _WORD
+        state ^= state >> 31
+    return state

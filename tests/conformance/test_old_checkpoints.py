@@ -72,27 +72,13 @@ def test_ddp_opens_the_checkpoints_of_every_engine_of_keras(run_cli, tmp_path):
 
 def test_the_config_of_an_old_run_starts_it_again(run_cli, tmp_path):
     assert_starts_again(run_cli, tmp_path, "pytorch-ddp")
-    assert_has_the_settings_of(tmp_path, "pytorch-ddp")
 
 
 def assert_starts_again(run_cli, run: Path, name: str, *flags: str) -> None:
     done = run_cli(["train", "--config", HERE / name / "config.yaml", "--run-dir", run, *flags], cwd=ROOT)
     assert done.returncode == 0, done.output
     assert newest(run).name == f"step-{STEPS:08d}"
-
-
-def assert_has_the_settings_of(run: Path, name: str) -> None:
-    """Assert that a new `run` from an old config.yaml has its epochs, its schedule and its seed.
-
-    Its samples draw other random numbers for their augmentation than those of the old run, so its losses differ.
-    """
-    rows, before = rows_after(run, STEP), expected(name)["rows"]
-    for found, old in zip(rows, before, strict=True):
-        assert found.keys() == old.keys()
-        told = [{key: row.get(key) for key in ("step", "epoch", "split", "learning_rate")} for row in (found, old)]
-        assert told[0] == told[1]
-    assert json.loads((run / "draws.json").read_text()) == expected(name)["draws"]
-    assert all(found["loss"] != old["loss"] for found, old in zip(rows, before, strict=True))
+    assert_goes_on(run, name, rel=1e-6 if name == "deepspeed" else 1e-12)
 
 
 @pytest.mark.full
@@ -102,7 +88,6 @@ def test_an_old_run_goes_on_under_its_own_backend(run_cli, tmp_path, name):
     shutil.copytree(HERE / name, tmp_path, dirs_exist_ok=True)
 
     assert_starts_again(run_cli, tmp_path, name, "--resume")
-    assert_goes_on(tmp_path, name, rel=1e-6 if name == "deepspeed" else 1e-12)
 
     before = (HERE / name / "metrics.jsonl").read_text()
     assert (tmp_path / "metrics.jsonl").read_text().startswith(before)
@@ -114,7 +99,6 @@ def test_the_config_of_every_old_run_starts_it_again(run_cli, tmp_path, name):
     needs_backend_of(name)
 
     assert_starts_again(run_cli, tmp_path, name)
-    assert_has_the_settings_of(tmp_path, name)
 
 
 @pytest.mark.full

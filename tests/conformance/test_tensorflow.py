@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import random
 import re
 import signal
 import socket
@@ -18,11 +17,9 @@ from pathlib import Path
 import numpy
 import pytest
 from safetensors.numpy import load_file
-from torch.utils.data import Dataset
 
 from tests.conformance.runs import FULL, arguments, assert_same, digests, events, newest, samples
 from tests.conftest import needs_backend
-from tests.unit.ranks import plan, sharded
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(1400)
@@ -546,21 +543,3 @@ def test_an_update_has_the_size_asked_for_whatever_became_of_the_batches(parts):
     assert parts["twice"] == [samples[start : start + 4] for start in range(0, 20, 4)]
     assert parts["twice, from the third"] == parts["twice"][2:]
     assert parts["cut smaller"] == parts["once"]
-
-
-def test_samples_and_their_random_numbers_are_those_of_torch_in_each_version(parts):
-    class Indexed(Dataset):
-        def __len__(self):
-            return 70_000
-
-        def __getitem__(self, index):
-            return index, random.random(), numpy.random.random()
-
-    def late_batch(version, rank):
-        agreed = {f"{r}.0": 70_000.0 for r in (0, 1)}
-        data = sharded(Indexed(), plan(2, 2), rank, lambda sums: agreed, seed=3)
-        data.use_version(version)
-        (micro,) = next(data.epoch(1, 35_000)).micro_batches
-        return [column.tolist() for column in micro.batch]
-
-    assert parts["late batches"] == [[late_batch(version, rank) for rank in (0, 1)] for version in (1, 2)]

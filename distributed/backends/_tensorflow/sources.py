@@ -15,14 +15,12 @@ import tensorflow as tf
 from distributed.backends.arrays import ArrayData
 from distributed.backends.base import ShardedData
 from distributed.backends.forms import fault_of
-from distributed.backends.twisters import NUMPY, PYTHON, begin_sample
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.data import epoch_order, sample_seeds, slices
+from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
 from distributed.state import DataRole, MicroBatch, UpdateBatch, WorkerContext
 
-_Fetch = Callable[[int, range, Sequence[int], int], Any]  # (epoch, positions, keys, version) -> batch
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
 _BATCHING = {"_BatchDataset", "_ParallelBatchDataset", "_PaddedBatchDataset", "BatchDataset", "PaddedBatchDataset"}
 # These data sets map each element to a data set.
@@ -77,7 +75,7 @@ class TensorFlowMapData(Data):
 
     def __init__(
         self,
-        fetch: _Fetch,
+        fetch: Callable[[int, range, Sequence[int]], Any],
         count: int,
         batch: BatchPlan,
         rank: int,
@@ -106,7 +104,7 @@ class TensorFlowMapData(Data):
 
     def example(self) -> Any:
         """Return a batch of one sample."""
-        return self._fetch(0, range(1), [0], self.version)
+        return self._fetch(0, range(1), [0])
 
     def _micro(self, epoch: int, order: Any, start: int, positions: range) -> MicroBatch:
         where = (
@@ -114,8 +112,7 @@ class TensorFlowMapData(Data):
             if positions
             else range(start, start + 1)
         )
-        keys = order[where.start : where.stop : where.step]
-        return MicroBatch(self._fetch(epoch, where, keys, self.version), len(positions))
+        return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(positions))
 
 
 class TensorFlowStreamData(Data):
@@ -241,11 +238,11 @@ class TorchData(Data):
         self._inner.close()
 
 
-def _indexed(data: Any, role: DataRole, seed: int) -> tuple[_Fetch, int]:
+def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range, Sequence[int]], Any], int]:
     """Return a function that fetches a batch, and the number of samples, for arrays or a data set with an index."""
     name = role.value
     if isinstance(data, ArrayData):
-        return lambda epoch, where, keys, version: tuple(data.__getitems__(keys)), len(data)
+        return lambda epoch, where, keys: tuple(data.__getitems__(keys)), len(data)
     if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
         raise ConfigError(
             f"{name}: a keras PyDataset yields whole batches, which cannot be divided among the ranks: {_FORMS}"
@@ -264,9 +261,7 @@ def _indexed(data: Any, role: DataRole, seed: int) -> tuple[_Fetch, int]:
             raise ConfigError(
                 f"{name}: arrays of {' and '.join(map(str, sorted(lengths)))} samples: give as many of each"
             )
-        return lambda epoch, where, keys, version: tf.nest.map_structure(
-            lambda a: a[numpy.asarray(keys)], arrays
-        ), lengths.pop()
+        return lambda epoch, where, keys: tf.nest.map_structure(lambda a: a[numpy.asarray(keys)], arrays), lengths.pop()
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes, Mapping)):
         return _Fetcher(data, seed, name), len(data)
     raise ConfigError(f"{name}: {type(data).__name__} cannot be divided among the ranks: {_FORMS}")
@@ -279,11 +274,10 @@ class _Fetcher:
     def __init__(self, dataset: Any, seed: int, name: str) -> None:
         self._dataset, self._seed, self._name = dataset, seed, name
 
-    def __call__(self, epoch: int, where: range, keys: Sequence[int], version: int) -> Any:
+    def __call__(self, epoch: int, where: range, keys: Sequence[int]) -> Any:
         states = random.getstate(), numpy.random.get_state()
-        values = sample_seeds(self._seed, epoch, where)
         try:
-            samples = [self._sample(value, int(key), version) for value, key in zip(values, keys, strict=True)]
+            samples = [self._sample(epoch, position, int(key)) for position, key in zip(where, keys, strict=True)]
         finally:
             random.setstate(states[0])
             numpy.random.set_state(states[1])
@@ -293,13 +287,10 @@ class _Fetcher:
             text = str(error).partition("\n")[0]
             raise ConfigError(f"{self._name}: samples do not make a batch ({text}): give them one shape") from None
 
-    def _sample(self, value: int, key: int, version: int) -> Any:
-        """Return a sample whose random numbers `value` decides, as with torch's data sets."""
-        if version == 1:
-            random.seed(value)
-            numpy.random.seed(value >> 32)
-        else:
-            begin_sample(value, PYTHON | NUMPY)
+    def _sample(self, epoch: int, position: int, key: int) -> Any:
+        value = sample_seed(self._seed, epoch, position)
+        random.seed(value)
+        numpy.random.seed(value >> 32)
         return self._dataset[key]
 
 

@@ -13,8 +13,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from distributed.backends._torch import sample_rng
-from distributed.data import sample_seed, sample_seeds
-from distributed.state import DATA_VERSION
+from distributed.data import sample_seed
 
 TRAIN, EVALUATION, TRAIN_COLLATE, EVALUATION_COLLATE, STREAM, SAMPLER, LOADER = range(7)  # salts of the seeds
 
@@ -23,9 +22,9 @@ class Fetcher:
     """Fetch and collate the samples of one micro-batch, in the main process or in a loader worker.
 
     A sample's augmentation depends only on (seed, epoch, position): the global generators of torch, numpy and Python
-    begin a stream for each sample and are restored afterwards. A generator begins one only if the data set or the collate
+    are seeded for each sample and restored afterwards. A generator is seeded only if the data set or the collate
     function draws random numbers from it. Until one does, all samples of a batch are read at once. If a batch has
-    changed the state of a generator, the batch is read again sample by sample with a stream of that generator for each
+    changed the state of a generator, the batch is read again sample by sample with that generator seeded for each
     sample. All later batches are read in this way. For the collate function the generators are seeded once per
     micro-batch. The data set's own generators are not seeded.
     """
@@ -34,7 +33,6 @@ class Fetcher:
         self.dataset = dataset
         self._collate_fn, self._seed = collate_fn, seed
         self._salt, self._collate_salt = (TRAIN, TRAIN_COLLATE) if train else (EVALUATION, EVALUATION_COLLATE)
-        self.version = DATA_VERSION  # of the random numbers of a sample
         self._drawn = 0  # bit mask of the generators that the data set draws from
         self._epoch: int | None = None
 
@@ -80,12 +78,11 @@ class Fetcher:
 
     def _seeded_items(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
         items = []
-        values = sample_seeds(self._seed, epoch, positions, self._salt)
-        for value, key in zip(values, keys, strict=True):
-            sample_rng.begin_sample(value, self._drawn, self.version)
+        for position, key in zip(positions, keys, strict=True):
+            sample_rng.seed(sample_seed(self._seed, epoch, position, self._salt), self._drawn)
             item = self._items([key])
-            if not isinstance(item, list | tuple) or len(item) != 1:  # already collated: begin for the whole batch
-                sample_rng.begin_sample(values[0], self._drawn, self.version)
+            if not isinstance(item, list | tuple) or len(item) != 1:  # already collated: seed for the whole batch
+                sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._salt), self._drawn)
                 return self._items(list(keys))
             items.append(item[0])
         return items

@@ -143,10 +143,6 @@ class MapData(ShardedData):
         self._running = running
         return running
 
-    def use_version(self, version: int) -> None:
-        """Read later epochs in the order of `version`, with its random numbers for each sample."""
-        self.version = self._fetcher.version = version
-
     def close(self) -> None:
         """Stop the loader processes."""
         self._end_iteration()

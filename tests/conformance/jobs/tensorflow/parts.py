@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from unittest import mock
 
 import keras
-import numpy
 import tensorflow as tf
 
 from distributed.backends._tensorflow.optim import Rates
-from distributed.backends._tensorflow.sources import TensorFlowStreamData, batch_size_of, shard
+from distributed.backends._tensorflow.sources import TensorFlowStreamData, batch_size_of
 from distributed.backends._tensorflow.start import set_memory_growth
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan
-from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
-from distributed.state import DataRole, WorkerContext
 
 HALVING = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
 SAMPLES = tf.data.Dataset.range(10)
@@ -69,27 +65,6 @@ def updates(data, skip=0):
     return [group.micro_batches[0].batch.tolist() for group in stream.epoch(0, skip)]
 
 
-class Indexed:
-    """Items with a number from each generator. There are too many for a table of their order."""
-
-    def __len__(self):
-        return 70_000
-
-    def __getitem__(self, index):
-        return index, random.random(), numpy.random.random()
-
-
-def late_batch(version, rank):
-    """Return a batch of one of two ranks by columns, in the order and with the random numbers of `version`."""
-    data = shard(
-        Indexed(), batch=BatchPlan(2, 1, 2, 4), context=WorkerContext(rank, 2, rank, 2, 0, "cpu"), config=DistributedConfig(seed=3),
-        role=DataRole.TRAINING, reduce=lambda sums: dict.fromkeys(sums, max(sums.values())),
-    )  # fmt: skip
-    data.use_version(version)
-    (micro,) = next(data.epoch(1, 35_000)).micro_batches
-    return [column.tolist() for column in micro.batch]
-
-
 print(
     json.dumps(
         {
@@ -115,7 +90,6 @@ print(
                 "unbatched": size_of(BATCHES.unbatch()),
                 "mixed": size_of(tf.data.Dataset.zip((BATCHES, SAMPLES))),
             },
-            "late batches": [[late_batch(version, rank) for rank in (0, 1)] for version in (1, 2)],
             "once": updates(BATCHES),
             "twice": updates(BATCHES.repeat(2)),
             "twice, from the third": updates(BATCHES.repeat(2), 8),
