@@ -13,6 +13,8 @@ Sums = list[tuple[float, float]]  # (sum, count) of several steps, in their orde
 SEPARATOR = "\x1f"
 SUM, MAX = f"{SEPARATOR}sum", f"{SEPARATOR}max"
 RATE = f"{SEPARATOR}rate"  # it is added up and divided by the seconds of training
+# The newest version of the order of the samples. A run keeps its version, see `TrainState.data_version`.
+DATA_VERSION = 2
 # The metrics of a finished epoch by name, with its `epoch` and `step`: a row of `History`.
 EpochMetrics = Mapping[str, Any]
 # Takes an event of a run for the display, such as {"kind": "warning", "text": ...}.
@@ -149,6 +151,8 @@ class TrainState:
         samples_in_epoch: the data cursor: the number of global samples of the current epoch that were used.
         samples_seen: the number of global samples that were used.
         cursor: the place of a stream, see `ShardedData.cursor`.
+        data_version: the version of the order of the samples, see `data.epoch_order`. It stays the same for a run, whichever
+            version of the package continues it.
         stop_reason: why training ended early, such as "max_steps", "early_stopping" or "signal 15".
         metrics: the latest value of every metric.
         best: the best value of every metric.
@@ -163,6 +167,7 @@ class TrainState:
     samples_in_epoch: int = 0
     samples_seen: int = 0
     cursor: dict[str, Any] | None = None
+    data_version: int = DATA_VERSION
     stop_reason: str | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     best: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -198,6 +203,7 @@ class TrainState:
         """Return the state that `to_json` wrote. Unknown names, written by a newer version, are ignored."""
         known = {f.name for f in dataclasses.fields(cls)}
         state = cls(**{name: value for name, value in content.items() if name in known})
+        state.data_version = content.get("data_version", 1)  # the first version was not recorded
         if "is_last_row_open" not in content and state.rows:  # an older version had rows of epochs only
             state.is_last_row_open = state.rows[-1]["epoch"] > state.epoch
         return state

@@ -16,7 +16,17 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.loggers.logged import Logged
 from distributed.loggers.observer import Observer
-from distributed.state import DataRole, Job, MicroBatch, OnEvent, StepResult, Sums, UpdateBatch, WorkerContext
+from distributed.state import (
+    DATA_VERSION,
+    DataRole,
+    Job,
+    MicroBatch,
+    OnEvent,
+    StepResult,
+    Sums,
+    UpdateBatch,
+    WorkerContext,
+)
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
@@ -45,6 +55,7 @@ class ShardedData(abc.ABC):
 
     num_samples: int | None  # samples of all ranks in an epoch; None for a stream of unknown length
     batch: BatchPlan
+    version: int = DATA_VERSION  # of the order, see `use_version`
 
     @property
     def updates_per_epoch(self) -> int | None:
@@ -59,6 +70,10 @@ class ShardedData(abc.ABC):
 
         Every rank gets the same number of update batches.
         """
+
+    def use_version(self, version: int) -> None:
+        """Read later epochs in the order of `version`, see `TrainState.data_version`. Not a collective."""
+        self.version = version
 
     def cursor(self, samples: int) -> dict[str, Any] | None:
         """Return where the data set stands after `samples` of the epoch, JSON-able, for `seek`. Not a collective.

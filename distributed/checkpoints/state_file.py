@@ -9,9 +9,9 @@ from typing import Any
 from distributed.checkpoints.arrays import Arrays, digest, reader
 from distributed.checkpoints.durable import write_file
 from distributed.checkpoints.jsonable import decode, encode
-from distributed.checkpoints.manifest import STATE, parse_json, read_small
+from distributed.checkpoints.manifest import STATE, NewerFormatError, parse_json, read_small
 from distributed.errors import CheckpointError, TrainingError
-from distributed.state import TrainState
+from distributed.state import DATA_VERSION, TrainState
 
 _MAX_BYTES = 32 << 20
 _TENSORS = "state.safetensors"
@@ -21,14 +21,20 @@ _CLOCKS = {"train_time_s": 0.0, "total_time": 0.0}
 def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
     """Return (training state, what `Backend.save` returned) of a checkpoint.
 
-    Raises CheckpointError if state.json is not a training state.
+    Raises CheckpointError if state.json is not a training state, or if a later version of this package wrote it.
     """
     content = parse_json(checkpoint, STATE, read_small(checkpoint, STATE, _MAX_BYTES))
     try:
         train = decode(content["train"], reader(checkpoint / _TENSORS))
-        return TrainState.from_json(train), dict(content["backend"])
+        state, extra = TrainState.from_json(train), dict(content["backend"])
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError, OSError, StopIteration) as error:
         raise CheckpointError(f"checkpoint {checkpoint}: {STATE} is not a training state ({error!r})") from None
+    if state.data_version > DATA_VERSION:
+        raise NewerFormatError(
+            f"checkpoint {checkpoint} has version {state.data_version} of the order of samples, this version of the package"
+            f" knows {DATA_VERSION}: upgrade"
+        )
+    return state, extra
 
 
 def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:

@@ -30,9 +30,9 @@ class FakeData(ShardedData):
         self.batch, self._rank, self._seed, self._shuffle = batch, rank, seed, shuffle
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
-        order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle).tolist()
+        order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle, self.version)
         for start in range(skip, self.num_samples, self.batch.global_batch_size):
-            chosen = order[start : start + self.batch.global_batch_size]
+            chosen = order[start : start + self.batch.global_batch_size].tolist()
             micros = [
                 MicroBatch([chosen[i] for i in part], len(part)) for part in slices(len(chosen), self.batch, self._rank)
             ]

@@ -193,6 +193,8 @@ class FitSession:
         """Load the checkpoint that was found, if there is one, and open the loggers. A collective."""
         train, callbacks, run = opened.train, opened.callbacks, opened.run
         state, resumed = self._resume(opened.found, opened.store, callbacks, run)
+        for data in (train, *opened.shards.values()):
+            data.use_version(state.data_version)
         merged = self._limit(self.merged, state)
         callbacks += loggers.loggers_of(LoggedFit(
             run, merged, self.setup.plan, train.batch, self.context, self.backend, state, train.updates_per_epoch,
@@ -609,6 +611,8 @@ class FitSession:
     def _sharded(self, data: Any, role: DataRole) -> Any:
         batch = evaluation_batch(self.backend, data, self.merged.config.batch_size)
         sharded = self.backend.shard(data, batch, role)
+        if (state := self._state if self._fit is None else self._fit.state) is not None:
+            sharded.use_version(state.data_version)
         self._ensure_prepared(batch)  # after `shard`, because a model may need a batch to be built
         return sharded
 

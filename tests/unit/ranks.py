@@ -79,12 +79,21 @@ def sharded(
 
 
 def groups_of_ranks(
-    data: Any, batch: BatchPlan, *, epoch: int = 0, skip: int = 0, per_rank: bool = False, **settings: Any
+    data: Any,
+    batch: BatchPlan,
+    *,
+    epoch: int = 0,
+    skip: int = 0,
+    per_rank: bool = False,
+    version: int | None = None,
+    **settings: Any,
 ) -> list[list[UpdateBatch]]:
     """All update batches of an epoch, by rank. `per_rank`: `data` is a list with each rank's own."""
 
     def work(rank: int, reduce: Reduce) -> list[UpdateBatch]:
         part = sharded(data[rank] if per_rank else data, batch, rank, reduce, **settings)
+        if version is not None:
+            part.use_version(version)
         try:
             return list(part.epoch(epoch, skip))
         finally:

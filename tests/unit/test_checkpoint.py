@@ -31,7 +31,7 @@ from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tenso
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import CheckpointError, TrainingError
-from distributed.state import TrainState, WorkerContext
+from distributed.state import DATA_VERSION, TrainState, WorkerContext
 
 
 class BytesBackend:
@@ -399,6 +399,14 @@ def test_a_checkpoint_of_a_later_format_is_refused_and_not_set_aside(
     with pytest.raises(NewerFormatError, match="upgrade"):
         rig(tmp_path).store.find()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
+
+
+def test_a_checkpoint_with_an_order_of_a_later_version_is_refused_and_not_set_aside(tmp_path: Path) -> None:
+    one = rig(tmp_path)
+    path = one.save(1, data_version=DATA_VERSION + 1)
+    with pytest.raises(NewerFormatError, match=f"version {DATA_VERSION + 1} of the order.*: upgrade"):
+        rig(tmp_path).store.load(path)
+    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_run_a_directory_and_a_checkpoint_can_all_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class ToyData(ShardedData):
         self.num_samples: int = len(self._targets)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
-        order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle)
+        order = epoch_order(self.num_samples, self._seed, epoch, self._shuffle, self.version)
         for start in range(skip, self.num_samples, self.batch.global_batch_size):
             chosen = order[start : start + self.batch.global_batch_size]
             parts = [chosen[list(part)] for part in slices(len(chosen), self.batch, 0)]

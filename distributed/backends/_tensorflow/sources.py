@@ -95,7 +95,7 @@ class TensorFlowMapData(Data):
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
         """Yield the update batches of `epoch` after `skip` global samples."""
         count, size = self.num_samples or 0, self.batch.global_batch_size
-        order = epoch_order(self._count, self._seed, epoch, self._shuffle)
+        order = epoch_order(self._count, self._seed, epoch, self._shuffle, self.version)
         for start in range(skip, count, size):
             number = min(size, count - start)
             own = self._full if number == size else slices(number, self.batch, self._rank)
@@ -228,6 +228,10 @@ class TorchData(Data):
         batch = next(iter(self.epoch(0))).micro_batches[0].batch
         self._inner.close()
         return batch
+
+    def use_version(self, version: int) -> None:
+        """Read later epochs of the inner data in the order of `version`."""
+        self._inner.use_version(version)
 
     def close(self) -> None:
         """Stop loader processes."""

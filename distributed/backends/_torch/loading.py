@@ -33,7 +33,7 @@ from distributed.backends.base import ShardedData
 from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.data import epoch_order, sample_seed, slices
+from distributed.data import ComputedOrder, epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
 from distributed.state import DataRole, MicroBatch, UpdateBatch, WorkerContext
 
@@ -161,7 +161,7 @@ class MapData(ShardedData):
         if own is None:
             count = sample_count(source.dataset, source.name)
             self._lay_out(count, None)
-            return epoch_order(count, self._seed, epoch, source.shuffle)
+            return epoch_order(count, self._seed, epoch, source.shuffle, self.version)
         items = self._items(epoch)
         self._agree(zlib.crc32(repr(items).encode()) & 0xFFFFFF, f"draw different samples from {type(own).__name__}")
         if source.batch_sampler is None:
@@ -231,16 +231,20 @@ class MapData(ShardedData):
         """Return a function that reads the samples at given positions. Tensor data sets are indexed without
         collating."""
         source = self._source
-        indexed = indexed_tensors(source.dataset, source.collate_fn) if isinstance(keys, numpy.ndarray) else None
+        is_by_index = isinstance(keys, numpy.ndarray | ComputedOrder)
+        indexed = indexed_tensors(source.dataset, source.collate_fn) if is_by_index else None
         if indexed is None:
             return lambda where: pinned(source, self._fetcher(epoch, where, _at(keys, where)))
         tensors, subset = indexed
-        indices = keys if subset is None else subset[keys]
-        order = torch.from_numpy(numpy.where(indices < 0, indices + len(tensors[0]), indices))
+        if subset is not None:
+            subset = _from_the_front(subset, len(tensors[0]))
+        elif isinstance(keys, numpy.ndarray):
+            keys = _from_the_front(keys, len(tensors[0]))
 
         def read(where: range) -> Any:
-            chosen = order[where.start : where.stop : where.step]
-            return [tensor.index_select(0, chosen) for tensor in tensors]
+            chosen = keys[where.start : where.stop : where.step]
+            indices = torch.from_numpy(chosen if subset is None else subset[chosen])
+            return [tensor.index_select(0, indices) for tensor in tensors]
 
         return (lambda where: pinned(source, read(where))) if source.pin_memory else read
 
@@ -310,6 +314,11 @@ def _positions_in_epoch(positions: range, start: int) -> tuple[range, int]:
     if not positions:
         return range(start, start + 1), 0
     return range(positions.start + start, positions.stop + start, positions.step), len(positions)
+
+
+def _from_the_front(indices: Any, length: int) -> Any:
+    """Return `indices` with those that count from the end, such as -1, counted from the beginning."""
+    return numpy.where(indices < 0, indices + length, indices)
 
 
 def _at(keys: Any, where: range) -> list[Any]:

@@ -31,7 +31,7 @@ from distributed.backends._torch.sources import (
 )
 from distributed.backends.base import ShardedData
 from distributed.config.plan import BatchPlan
-from distributed.data import epoch_order, sample_seed, slices
+from distributed.data import ComputedOrder, epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
 from distributed.state import MicroBatch, UpdateBatch
 
@@ -247,7 +247,8 @@ class WholeBatches(ShardedData):
             announce_epoch(source.sampler, epoch)
             if source.sampler is None:
                 count = sample_count(source.dataset, source.name)
-                arguments["sampler"] = epoch_order(count, self._seed, epoch, source.shuffle).tolist()
+                order = epoch_order(count, self._seed, epoch, source.shuffle, self.version)
+                arguments["sampler"] = order if isinstance(order, ComputedOrder) else order.tolist()
         loader: DataLoader[Any] = DataLoader(
             source.dataset,
             batch_size=None,
@@ -297,6 +298,10 @@ class PreshardedData(ShardedData):
                     f"{self._name}: the checkpoint was saved after {skip} samples of the epoch, which is inside an update of this run:"
                     " resume presharded data with the same number of processes and batch size"
                 )
+
+    def use_version(self, version: int) -> None:
+        """Read later epochs of this rank's part in the order of `version`."""
+        self._local.use_version(version)
 
     def close(self) -> None:
         """Stop the loader processes."""
