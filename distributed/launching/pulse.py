@@ -45,6 +45,7 @@ _WORDS = {
 _BEATS, _STEP, _PHASE, _IS_SLOW, _FIT, _FIRST, _COMPILES, _PID = range(8)
 SLOT_BYTES = 8 * 8
 _CHANGE = struct.Struct("4q")  # the first four
+_MOST_BEATS = 1 << 40  # in a fit
 _NUM_FRESH = 2  # updates of a fit that may take longer than later ones: buffers are made, processes of loaders start
 STACKS_SIGNAL = signal.SIGQUIT  # makes a worker write the stacks of its threads
 
@@ -93,6 +94,7 @@ class Pulse:
         slot = self._slot
         slot[_FIT] += 1
         slot[_FIRST] = slot[_COMPILES] = 0
+        self._beats = slot[_FIT] * _MOST_BEATS  # the same on all ranks, whatever they have done before
         self.mark(Phase.START, 0, is_slow=True)
         try:
             yield

@@ -153,7 +153,7 @@ class Verdicts:
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
-                rank.place = message.get("place", rank.place)
+                rank.place = _place_in(message)
             else:
                 self._add_event(message)
             self._changed.notify_all()
@@ -188,7 +188,7 @@ class Verdicts:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
-                    message["exit_code"], node=rank.node, place=tuple(message.get("place", rank.place)),
+                    message["exit_code"], node=rank.node, place=_place_in(message),
                 )  # fmt: skip
 
     def blame(self, failure: Failure) -> None:
@@ -390,6 +390,11 @@ class Verdicts:
         text = ways_out(request.script, request.world_size)
         add_warning(self._run, text, world_size=request.world_size)
         self._display.handle({"kind": "warning", "text": text})
+
+
+def _place_in(message: Mapping[str, Any]) -> tuple[int, int]:
+    fit, step = message.get("place", (0, 0))
+    return fit, step
 
 
 def in_words(cause: Failure) -> str:

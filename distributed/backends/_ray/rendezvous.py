@@ -194,7 +194,8 @@ class RendezvousServer:
         *lines, worker.rest = (worker.rest + data).split(b"\n")
         answers = [worker.answers.open(line) for line in lines]
         for answer in filter(None, answers):
-            self._end_worker(worker, int(answer["status"]), (int(answer["place"][0]), int(answer["place"][1])))
+            fit, step = answer.get("place", (0, 0))
+            self._end_worker(worker, int(answer["status"]), (int(fit), int(step)))
         # the worker has gone, or the seal of a line is wrong
         if not data or None in answers or len(worker.rest) > LINE_BYTES:
             self._drop(worker)

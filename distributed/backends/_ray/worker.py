@@ -95,7 +95,8 @@ def work(
         threads.append(threading.Thread(target=verdict.pass_on, args=(on_epoch,), daemon=True))
     for thread in threads:
         thread.start()
-    _report_end(launcher, process.wait(), board)
+    status, place = process.wait(), board.place(0)
+    _report_end(launcher, status, (place.fit, place.step))
     for thread in threads:
         thread.join()
     for each in launcher.sockets.values():
@@ -104,7 +105,7 @@ def work(
         raise Restart(f"rank {rank} starts again")
 
 
-def _report_end(launcher: LauncherConnections, status: int, board: Board) -> None:
+def _report_end(launcher: LauncherConnections, status: int, place: tuple[int, int]) -> None:
     """Report the exit status of the process and where it was, after the launcher has read all of its output. Without the wait the status
     could arrive first, because it is sent on another connection."""
     for kind in STREAMS:
@@ -115,8 +116,7 @@ def _report_end(launcher: LauncherConnections, status: int, board: Board) -> Non
         launcher.sockets[kind].settimeout(_READ_S)
         with contextlib.suppress(OSError):
             launcher.sockets[kind].recv(1)  # the launcher closes a stream after reading it to the end
-    place = board.place(0)
-    launcher.send(status=status, place=[place.fit, place.step])
+    launcher.send(status=status, place=place)
 
 
 class _Commands:
