@@ -67,24 +67,23 @@ class HangCheck:
         """Ask for the stacks, keep them, and name the worker that hangs. `limit` is the setting that it has exceeded."""
         places = {index: self._board.place(index) for index in ranks}
         stacks = collect(self._board, {index: place.pid for index, place in places.items()}, self._ask)
-        directory = self._keep(stacks, places, ranks)
+        kept = f"stacks are in {self._keep(stacks, places, ranks)}"
         frames = {index: frame for index, text in stacks.items() if (frame := users_frame(text))}
         silent, is_alone = [index for index, text in stacks.items() if not text], self._request.num_nodes == 1
+        where = f"{suspects.place.words}: no progress for {suspects.still_s:.0f} s ({limit})"
         found = culprit(suspects, silent, [*frames], is_alone=is_alone)
-        where = f"{suspects.place.words} for {suspects.still_s:.0f} s ({limit})"
-        which = ", ".join(str(ranks[index]) for index in suspects.keys)
-        stand = f"rank{'s' * (len(suspects.keys) > 1)} {which}{self._node} stood still {where}"
-        if found is None and not is_alone:
-            self._undecided = suspects.place.beats
-            text = f"{stand}, perhaps because of a rank on another node; stacks are in {directory}"
-            self._display.handle({"kind": "notice", "text": text})
-            return None
-        text = f"{stand}, and none of them could be singled out as the cause"
         if found is not None:
             why = why_silent(places[found].pid) or (f"it is at {frames[found]}" if found in frames else "")
-            text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}"
-        rank, place = ranks[suspects.keys[0] if found is None else found], (suspects.place.fit, suspects.place.step)
-        return Failure(rank, "hang", time.time(), message=f"{text}; stacks are in {directory}", place=place)
+            text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
+            return _failure(ranks[found], text, suspects.place)
+        stand = f"ranks {', '.join(str(ranks[index]) for index in suspects.keys)}{self._node} stand still {where}"
+        if is_alone:
+            text = f"{stand}, and none of them could be singled out as the cause; {kept}"
+            return _failure(ranks[suspects.keys[0]], text, suspects.place)
+        self._undecided = suspects.place.beats
+        text = f"{stand}, perhaps because of a rank on another node; {kept}"
+        self._display.handle({"kind": "notice", "text": text})
+        return None
 
     def _keep(self, stacks: Mapping[int, str], places: Mapping[int, Place], ranks: Mapping[int, int]) -> Path:
         """Write the stacks of each rank into a new directory of the run, and return the directory."""
@@ -95,6 +94,10 @@ class HangCheck:
                 head = f"rank {ranks[index]}{self._node}, process {places[index].pid}: {places[index].words}\n\n"
                 (directory / f"rank-{ranks[index]}.txt").write_text(head + (text or _instead(places[index].pid)))
         return directory
+
+
+def _failure(rank: int, text: str, place: Place) -> Failure:
+    return Failure(rank, "hang", time.time(), message=text, place=(place.fit, place.step))
 
 
 def _instead(pid: int) -> str:

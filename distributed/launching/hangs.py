@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
@@ -47,8 +48,8 @@ class HangWatch:
     is the least far: the others wait for it. A worker that is outside of a fit never hangs, because its script may do anything.
 
     Args:
-        hang_timeout: seconds that a part of an update may take. A part that is slow by its nature, such as a save, may take `SLOW` times
-            as long. If updates take long, so may their parts.
+        hang_timeout: seconds that a part of an update may take. What is slow by its nature, such as a save, may take `SLOW` times as
+            long. If updates take long, everything may take longer.
     """
 
     def __init__(self, hang_timeout: float) -> None:
@@ -99,11 +100,9 @@ class HangWatch:
 
     def _limit_of(self, place: Place) -> float:
         if place.phase is Phase.SCRIPT:
-            return float("inf")
-        if place.is_slow:
-            return SLOW * self._timeout_s
+            return math.inf
         usual_s = statistics.median(self._durations) if self._durations else 0.0
-        return max(self._timeout_s, _STEPS * usual_s)
+        return max(self._timeout_s * (SLOW if place.is_slow else 1), _STEPS * usual_s)
 
 
 def culprit(suspects: Suspects, silent: Sequence[int], in_script: Sequence[int], *, is_alone: bool) -> int | None:

@@ -15,12 +15,13 @@ from pathlib import Path
 from distributed.launching.causes import is_users
 from distributed.launching.pulse import Board
 
-_ANSWER_S = 2.0  # time for a worker to answer
+_ANSWER_S = 3.0  # time for a worker to answer
 _PY_SPY_S = 5.0
 _POLL_S = 0.05
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _STDLIB = (sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib/python")
-# The states of a process that cannot answer, as /proc has them.
+# The states of a process that cannot answer, as /proc has them. It may leave the last one at any moment.
+_STOPPED = ("T", "t")
 _STATES = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger has stopped it",
@@ -37,7 +38,7 @@ def collect(board: Board, pids: Mapping[int, int], ask: Callable[[], None]) -> d
         time.sleep(_POLL_S)
         now = {index: board.stacks_size(index) for index in pids}
         # A stack is complete when it has not grown since the last look.
-        if all(before[i] < now[i] == sizes[i] or why_silent(pids[i]) for i in pids):
+        if all(before[i] < now[i] == sizes[i] or _state_of(pids[i]) in _STOPPED for i in pids):
             break
         sizes = now
     return {index: board.stacks(index, begin) for index, begin in before.items()}
@@ -45,8 +46,12 @@ def collect(board: Board, pids: Mapping[int, int], ask: Callable[[], None]) -> d
 
 def why_silent(pid: int) -> str:
     """Return why a process cannot answer, or "" if it can or if that is not known."""
+    return _STATES.get(_state_of(pid), "")
+
+
+def _state_of(pid: int) -> str:
     with contextlib.suppress(OSError):
-        return _STATES.get(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0], "")
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return ""
 
 

@@ -99,7 +99,7 @@ def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
     done = fail("timeout", 1)
     (line,) = lines(done)
     assert (
-        line.startswith("error: rank 1 hangs in step 2 (callbacks) for 2 s (timeout_s=2), it is at ")
+        line.startswith("error: rank 1 hangs in step 2 (callbacks): no progress for 2 s (timeout_s=2), it is at ")
         and "in on_step_end" in line
     )
 

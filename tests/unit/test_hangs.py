@@ -228,7 +228,10 @@ def test_a_hang_names_rank_step_and_the_directory_with_a_file_for_each_rank(chec
     found = stand(board, clock, make(hang_timeout=2.0), 3)
     (directory,) = (tmp_path / "logs").glob("stacks-*")
     assert (found.rank, found.kind, found.place) == (1, "hang", (1, 8))
-    assert str(found) == f"rank 1 hangs in step 8 (training) for 2 s (hang_timeout=2); stacks are in {directory}"
+    assert (
+        str(found)
+        == f"rank 1 hangs in step 8 (training): no progress for 2 s (hang_timeout=2); stacks are in {directory}"
+    )
     assert {path.name for path in directory.iterdir()} == {"rank-0.txt", "rank-1.txt"}
     assert (
         (directory / "rank-1.txt")
@@ -260,7 +263,9 @@ def test_ranks_that_may_wait_for_another_node_are_shown_once_and_not_ended(check
     train(board, 9, 9)
     found = make(hang_timeout=2.0, num_nodes=2, node_rank=1)
     assert stand(board, clock, found, 10) is None
-    assert screen.getvalue().count("ranks 0, 1 on node 1 (b) stood still in step 9 (training) for 2 s") == 1
+    assert (
+        screen.getvalue().count("ranks 0, 1 on node 1 (b) stand still in step 9 (training): no progress for 2 s") == 1
+    )
     assert "perhaps because of a rank on another node" in screen.getvalue()
 
 
