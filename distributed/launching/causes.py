@@ -117,7 +117,7 @@ def _users_part(error: BaseException) -> TracebackType | None:
     part = error.__traceback__
     while part is not None:
         filename = part.tb_frame.f_code.co_filename
-        if not _is_ours(filename) and not (is_syntax and filename.startswith("<frozen")):
+        if not is_ours(filename) and not (is_syntax and filename.startswith("<frozen")):
             return part
         part = part.tb_next
     return None if is_syntax else error.__traceback__
@@ -144,12 +144,13 @@ def _trim(exception: traceback.TracebackException, short: bool) -> int:
     return left_out
 
 
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
+    """Return whether a file is of this package."""
     return filename.startswith(_OUR_DIRECTORY)
 
 
 def is_users(filename: str) -> bool:
     """Return whether a file is neither of this package nor of a library."""
-    if _is_ours(filename) or filename.startswith("<frozen"):
+    if is_ours(filename) or filename.startswith("<frozen"):
         return False
     return not filename.startswith(_LIBRARIES) and not (filename.startswith(sys.base_prefix + "/lib/python"))

@@ -11,7 +11,7 @@ from distributed.launching.causes import Failure
 from distributed.launching.hangs import HangWatch, Suspects, culprit
 from distributed.launching.pulse import Board, Place
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import collect, seen_from_outside, users_frame, why_silent
+from distributed.launching.stacks import collect, place_in_script, seen_from_outside, waits, why_silent
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
@@ -68,12 +68,13 @@ class HangCheck:
         places = {index: self._board.place(index) for index in ranks}
         stacks = collect(self._board, {index: place.pid for index, place in places.items()}, self._ask)
         kept = f"stacks are in {self._keep(stacks, places, ranks)}"
-        frames = {index: frame for index, text in stacks.items() if (frame := users_frame(text))}
-        silent, is_alone = [index for index, text in stacks.items() if not text], self._request.num_nodes == 1
+        silent = [index for index, text in stacks.items() if not text]
+        waiting, is_alone = [index for index, text in stacks.items() if waits(text)], self._request.num_nodes == 1
         where = f"{suspects.place.words}: no progress for {suspects.still_s:.0f} s ({limit})"
-        found = culprit(suspects, silent, [*frames], is_alone=is_alone)
+        found = culprit(suspects, silent, waiting, is_alone=is_alone)
         if found is not None:
-            why = why_silent(places[found].pid) or (f"it is at {frames[found]}" if found in frames else "")
+            script = place_in_script(stacks[found])
+            why = why_silent(places[found].pid) or (script and f"it is at {script}")
             text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
             return _failure(ranks[found], text, suspects.place)
         stand = f"ranks {', '.join(str(ranks[index]) for index in suspects.keys)}{self._node} stand still {where}"

@@ -32,7 +32,7 @@ class Suspects:
         keys: the keys of the workers; several if they stand at the same place.
         place: where they stand.
         still_s: for how many seconds.
-        are_behind: whether other workers of this node are further, or have waited for these in vain.
+        are_behind: whether another worker of this node is further.
     """
 
     keys: tuple[int, ...]
@@ -73,7 +73,7 @@ class HangWatch:
         if still_s < max(self._limit_of(seen.place) for seen in behind.values()):
             return None
         place = next(iter(behind.values())).place
-        return Suspects(tuple(behind), place, still_s, len(behind) < len(self._seen))
+        return Suspects(tuple(behind), place, still_s, self._is_behind(place))
 
     def standing(self, keys: Collection[int], seconds: float) -> Suspects | None:
         """Return those of the workers `keys` that have stood still for `seconds` and are the least far, or None.
@@ -85,7 +85,10 @@ class HangWatch:
             return None
         least = min(still.values(), key=lambda seen: seen.place.beats)
         found = tuple(key for key, seen in still.items() if seen.place.beats == least.place.beats)
-        return Suspects(found, least.place, least.still_s, are_behind=True)
+        return Suspects(found, least.place, least.still_s, self._is_behind(least.place))
+
+    def _is_behind(self, place: Place) -> bool:
+        return any(seen.place.beats > place.beats for seen in self._seen.values())
 
     def _follow(self, key: int, place: Place, seconds: float) -> _Seen:
         before = self._seen.get(key)
@@ -105,19 +108,18 @@ class HangWatch:
         return max(self._timeout_s * (SLOW if place.is_slow else 1), _STEPS * usual_s)
 
 
-def culprit(suspects: Suspects, silent: Sequence[int], in_script: Sequence[int], *, is_alone: bool) -> int | None:
+def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *, is_alone: bool) -> int | None:
     """Return the key of the worker that the others wait for, or None if that cannot be decided.
 
     Args:
         suspects: the workers at the place that is the least far.
         silent: the keys of workers that did not answer the request for their stack, because they are stopped or wait for a device.
-        in_script: the keys of workers whose innermost frame is in a file of the user. Those that wait in a collective are in a library.
+        waiting: the keys of workers whose stack says that they wait for others.
         is_alone: whether there are no workers on other nodes.
     """
-    for group in (silent, in_script):
-        found = [key for key in suspects.keys if key in group]
-        if len(found) == 1 or (found and group is silent):
-            return found[0]
-    if len(suspects.keys) == 1 and (suspects.are_behind or is_alone):
-        return suspects.keys[0]
-    return None
+    if found := [key for key in suspects.keys if key in silent]:
+        return found[0]
+    found = [key for key in suspects.keys if key not in waiting]
+    if len(found) == 1:
+        return found[0]
+    return suspects.keys[0] if len(suspects.keys) == 1 and (suspects.are_behind or is_alone) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shutil
 import subprocess
@@ -12,7 +13,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distributed.launching.causes import is_users
+from distributed.config.registry import REGISTRY
+from distributed.launching.causes import is_ours, is_users
 from distributed.launching.pulse import Board
 
 _ANSWER_S = 3.0  # time for a worker to answer
@@ -67,16 +69,25 @@ def seen_from_outside(pid: int) -> str:
     return ""
 
 
-def users_frame(stacks: str) -> str:
-    """Return the file, the line and the function in which the main thread is, if that is code of the user, else "".
+def place_in_script(stacks: str) -> str:
+    """Return the file, the line and the function of the user's code in which the main thread is, or ""."""
+    found = next((frame for frame in _frames(stacks) if is_users(frame[0])), None)
+    return "" if found is None else f"{found[0]}, line {found[1]}, in {found[2]}"
 
-    Code of the user that calls Python's standard library counts. A worker that waits in a collective is in a library instead.
-    """
+
+def waits(stacks: str) -> bool:
+    """Return whether the main thread waits for other ranks: in a library's code for that, or in this package itself."""
+    inside = list(itertools.takewhile(lambda frame: not is_users(frame[0]), _frames(stacks)))
+    files = [part for entry in REGISTRY.values() for part in entry.waits_in]
+    return bool(inside) and (is_ours(inside[0][0]) or any(part in name for name, _, _ in inside for part in files))
+
+
+def _frames(stacks: str) -> list[tuple[str, str, str]]:
+    """Return file, line and function of each frame of the main thread, innermost first, without those of Python's own library."""
     main = stacks.rpartition("hread 0x")[2]  # faulthandler writes the main thread last
-    for name, line, function in _FRAME.findall(main):
-        if is_users(name) and not name.startswith("<"):
-            return f"{name}, line {line}, in {function}"
-        is_of_python = name.startswith(_STDLIB) and "site-packages" not in name
-        if not (is_of_python or name.startswith("<")):
-            return ""
-    return ""
+    frames: list[tuple[str, str, str]] = _FRAME.findall(main)
+    return [frame for frame in frames if not frame[0].startswith("<") and not _is_pythons(frame[0])]
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(_STDLIB) and "-packages" not in name

@@ -125,6 +125,58 @@ def test_a_rank_that_hangs_is_named_on_every_backend(run_cli, tmp_path, backend)
     )
 
 
+SLOW_PARTS = """
+import os, time
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Callback, Trainer
+
+fsync, slept, rank = os.fsync, [], int(os.environ["RANK"])
+
+def once(what, seconds=3.0):
+    if what not in slept:
+        slept.append(what)
+        time.sleep(seconds)
+
+class Slow(Callback):
+    def on_train_start(self, state):
+        once("start")
+    def on_step_end(self, state, result):
+        time.sleep(0.25 if state.step > 6 else 0.1)  # slower than the median
+    def on_epoch_end(self, state, row):
+        once(("epoch", state.epoch))
+    def on_checkpoint(self, state, path):
+        once(("checkpoint", state.step))
+
+def step(model, batch):
+    once(("first update" if model.training else "validation", rank))
+    return model(batch[0]).square().mean()
+
+def slow_fsync(fd):
+    if rank == 0:
+        once("save")
+    fsync(fd)
+
+os.fsync = slow_fsync
+data = TensorDataset(torch.randn(32, 4))
+trainer = Trainer(torch.nn.Linear(4, 1), training_step=step, callbacks=[Slow()], epochs=2, batch_size=2)
+trainer.fit(data, data)
+once("between fits", 9.0)
+trainer.fit(data, data, epochs=1)
+"""
+
+
+@pytest.mark.full
+def test_what_takes_long_is_no_hang(run_cli, tmp_path):
+    """Takes 35 s. `hang_timeout` is 0.6 s, and 6 s for what is slow by its nature."""
+    (tmp_path / "job.py").write_text(SLOW_PARTS)
+    done = run_cli(
+        ["train", "--script", "job.py", "--nproc-per-node", "2", "--run-dir", "run", "--set", "hang_timeout=0.6"], cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.output
+    assert "worker_failed" not in events(tmp_path / "run")
+
+
 def test_a_failure_that_repeats_at_the_same_step_is_not_restarted_for_ever(run_cli, tmp_path):
     done = run_cli(arguments(tmp_path, [["step", 8, 1]] * 9))
     assert done.returncode == 1, done.output

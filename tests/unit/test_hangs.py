@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
-import queue
 import tempfile
 import threading
 from pathlib import Path
@@ -18,7 +17,7 @@ from distributed.launching.hang_check import HangCheck
 from distributed.launching.hangs import HangWatch, Suspects, culprit
 from distributed.launching.pulse import Board, Phase, Place, Pulse, place_in
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import users_frame
+from distributed.launching.stacks import place_in_script, waits
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -93,30 +92,33 @@ ALL, ONE = Suspects((0, 1, 2), at(31, 8), 3.0, False), Suspects((2,), at(31, 8),
 
 
 @pytest.mark.parametrize(
-    ("suspects", "silent", "in_script", "is_alone", "found"),
+    ("suspects", "silent", "waiting", "is_alone", "found"),
     [
-        (ONE, [], [], True, 2),  # it is behind
-        (ONE, [], [], False, 2),
-        (ALL, [1], [0], True, 1),  # it is stopped, and rank 0 may be in the middle of a call
+        (ONE, [], [2], True, 2),  # it is behind
+        (ONE, [], [2], False, 2),
+        (ALL, [1], [2], True, 1),  # it is stopped, and rank 0 may be in the middle of a call
         (ALL, [1, 2], [], True, 1),
-        (ALL, [], [0], True, 0),  # the others are in a library, in a collective
-        (ALL, [], [0, 1], True, None),
-        (ALL, [], [], True, None),
-        (ALL, [], [2], False, 2),
-        (ALL, [], [], False, None),  # they may wait for another node
-        (Suspects((0,), at(31, 8), 3.0, False), [], [], True, 0),  # the only rank
-        (Suspects((0,), at(31, 8), 3.0, False), [], [], False, None),  # the only rank of this node
-        (ONE, [0], [1], True, 2),  # these are further
+        (ALL, [], [1, 2], True, 0),
+        (ALL, [], [0, 1], False, 2),
+        (ALL, [], [2], True, None),
+        (ALL, [], [0, 1, 2], True, None),
+        (ALL, [], [0, 1, 2], False, None),  # they may wait for another node
+        (Suspects((0,), at(31, 8), 3.0, False), [], [0], True, 0),  # the only rank
+        (Suspects((0,), at(31, 8), 3.0, False), [], [0], False, None),  # the only rank of this node
+        (Suspects((0,), at(31, 8), 3.0, False), [], [], False, 0),
+        (ONE, [0], [2], True, 2),  # rank 0 is further
     ],
 )
-def test_one_rank_is_singled_out_if_something_sets_it_apart(suspects, silent, in_script, is_alone, found):
-    assert culprit(suspects, silent, in_script, is_alone=is_alone) == found
+def test_one_rank_is_singled_out_if_something_sets_it_apart(suspects, silent, waiting, is_alone, found):
+    assert culprit(suspects, silent, waiting, is_alone=is_alone) == found
 
 
 def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
     watch = HangWatch(60.0)
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, Phase.SAVING, is_slow=True), 2: at(31, 8)})
-    assert watch.standing([1, 2], 1.6).keys == (1,)
+    found = watch.standing([1, 2], 1.6)
+    assert found.keys == (1,) and found.are_behind
+    assert watch.standing([2], 1.6).keys == (2,) and not watch.standing([2], 1.6).are_behind  # it may have waited too
     assert watch.standing([1, 2], 2.5) is None and watch.standing([], 0.0) is None
 
 
@@ -162,20 +164,42 @@ def stacks_of(act):
         return os.pread(file.fileno(), 1 << 16, 0).decode()
 
 
-def test_code_of_the_user_is_told_from_a_wait_in_a_library():
-    frame = users_frame(stacks_of(lambda dump: dump()))
-    assert frame.startswith(f"{__file__}, line ") and frame.endswith(", in <lambda>")
+def main_thread(*files):
+    lines = "".join(f'  File "{name}", line 9 in step\n' for name in files)
+    other = 'Thread 0x00007e (most recent call first):\n  File "/home/me/other.py", line 3 in loop\n\n'
+    return f"{other}Current thread 0x00007f (most recent call first):\n{lines}"
 
-    outer = '  File "/home/me/train.py", line 9 in step\n'
-    first = "Current thread 0x00007f (most recent call first):\n"
-    wait = f'  File "{threading.__file__}", line 320 in wait\n  File "{queue.__file__}", line 5 in get\n'
-    library = f'  File "{Path(pytest.__file__).parents[1]}/torch/autograd/graph.py", line 8 in run\n'
-    assert users_frame(first + wait + outer) == "/home/me/train.py, line 9, in step"  # through Python's own library
-    assert users_frame(first + library + outer) == ""
-    assert users_frame(first + f'  File "{hang_check.__file__}", line 3 in f\n' + outer) == ""
-    other = f"Thread 0x00007e (most recent call first):\n{outer}\n"
-    assert users_frame(other + first + library) == ""  # another thread of the user
-    assert users_frame("") == ""
+
+SCRIPT, PYTHON, PACKAGES = "/home/me/train.py", threading.__file__, Path(pytest.__file__).parents[1]
+BACKWARD, OURS = f"{PACKAGES}/torch/autograd/graph.py", hang_check.__file__
+
+
+@pytest.mark.parametrize(
+    ("files", "does_wait"),
+    [
+        ([SCRIPT, OURS, SCRIPT], False),
+        ([PYTHON, SCRIPT, OURS], False),  # a lock of the script
+        ([PYTHON, f"{PACKAGES}/requests/api.py", SCRIPT, OURS], False),
+        ([BACKWARD, f"{PACKAGES}/torch/_tensor.py", OURS, SCRIPT], True),
+        ([f"{PACKAGES}/torch/distributed/distributed_c10d.py", f"{PACKAGES}/a/b.py", SCRIPT], True),
+        ([f"{PACKAGES}/torch/nn/modules/linear.py", SCRIPT, f"{PACKAGES}/torch/distributed/x.py", OURS], False),
+        ([PYTHON, OURS, SCRIPT], True),  # for the other ranks, or for a device
+        ([f"{PACKAGES}/torch/utils/data/dataloader.py", OURS, SCRIPT], False),
+        ([], False),
+    ],
+)
+def test_a_rank_that_waits_for_others_is_told_from_one_that_hangs(files, does_wait):
+    stacks = main_thread(*files)
+    assert waits(stacks) is does_wait
+    assert place_in_script(stacks) == (f"{SCRIPT}, line 9, in step" if files else "")
+
+
+def test_stacks_are_read_as_python_writes_them():
+    stacks = stacks_of(lambda dump: dump())
+    assert not waits(stacks)
+    assert place_in_script(stacks).startswith(f"{__file__}, line ") and place_in_script(stacks).endswith(
+        ", in <lambda>"
+    )
 
 
 # ------------------------------------------------------------------ the check of an agent
