@@ -86,12 +86,12 @@ def test_a_rank_that_hangs_is_named_and_changes_no_bit(run_cli, tmp_path, clean)
     """Rank 1 is stopped in a callback, then rank 0 never returns from a training step, where both ranks are at the same place."""
     faults = [["STOP-step", 8, 1], ["loop-forward", 13, 0]]
 
-    done = run_cli(arguments(tmp_path, faults, "--set", "hang_timeout=1.5"))
+    done = run_cli(arguments(tmp_path, faults, "--set", "hang_timeout=1"))
 
     assert done.returncode == 0, done.output
     (stopped, looping), stacks = hung(done, tmp_path)
     assert "rank 1 hangs in step 8 (callbacks)" in stopped and "it is stopped (SIGSTOP)" in stopped
-    assert "rank 0 hangs in step 13 (training)" in looping and f"it is at {JOB}, line " in looping
+    assert "rank 0 hangs in step 14 (training)" in looping and f"it is at {JOB}, line " in looping
     assert stopped.endswith(": restarting (1 of 20)") and looping.endswith(": restarting (2 of 20)")
     assert "did not answer: it is stopped" in stacks[0][1] and "resume.py" in stacks[0][0]
     assert " in pass_\n" in stacks[1][0] and " in pass_\n" not in stacks[1][1] and " in backward\n" in stacks[1][1]
