@@ -15,8 +15,6 @@ from distributed.launching.stacks import collect, place_in_script, seen_from_out
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
-_MOST = 0.8  # part of a time limit: the agent looks at the workers now and then only
-
 
 class HangCheck:
     """Check the workers of each attempt of this node.
@@ -60,8 +58,10 @@ class HangCheck:
     def find_late(self, ranks: Mapping[int, int]) -> Failure | None:
         """Return the failure of a worker for which others have waited for `timeout_s` in vain, or None."""
         limit_s = self._request.timeout_s
-        suspects = self._watch.standing(ranks, _MOST * limit_s) if self._request.hang_timeout else None
-        return None if suspects is None else self._judge(suspects, ranks, f"timeout_s={limit_s:g}")
+        suspects = self._watch.standing(ranks, limit_s) if self._request.hang_timeout else None
+        if suspects is None:
+            return None
+        return self._judge(suspects, ranks, f"timeout_s={suspects.place.timeout_s or limit_s:g}")
 
     def _judge(self, suspects: Suspects, ranks: Mapping[int, int], limit: str) -> Failure | None:
         """Ask for the stacks, keep them, and name the worker that hangs. `limit` is the setting that it has exceeded."""

@@ -12,6 +12,7 @@ from distributed.launching.pulse import Phase, Place
 
 SLOW = 10  # how much longer than `hang_timeout` a part of training may take that is slow by its nature
 _STEPS = 5  # how many times as long as the median update a part of an update may take
+_MOST = 0.8  # part of the time limit of collectives: the agent looks at the workers now and then only
 _KEPT = 31  # durations of updates for the median
 
 
@@ -75,12 +76,15 @@ class HangWatch:
         place = next(iter(behind.values())).place
         return Suspects(tuple(behind), place, still_s, self._is_behind(place))
 
-    def standing(self, keys: Collection[int], seconds: float) -> Suspects | None:
-        """Return those of the workers `keys` that have stood still for `seconds` and are the least far, or None.
+    def standing(self, keys: Collection[int], timeout_s: float) -> Suspects | None:
+        """Return those of the workers `keys` that have stood still for the time limit of collectives and are the least far, or None.
 
-        The others have failed because they have waited for so long.
+        The others have failed because they have waited for so long. `timeout_s` is the limit of workers that have not said theirs.
         """
-        still = {key: seen for key, seen in self._seen.items() if key in keys and seen.still_s >= seconds}
+        watched = {key: seen for key, seen in self._seen.items() if key in keys}
+        still = {
+            key: seen for key, seen in watched.items() if seen.still_s >= _MOST * (seen.place.timeout_s or timeout_s)
+        }
         if not still:
             return None
         least = min(still.values(), key=lambda seen: seen.place.beats)

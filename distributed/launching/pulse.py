@@ -42,8 +42,8 @@ _WORDS = {
 }  # fmt: skip
 
 # The integers of a worker. The first one counts all changes: ranks that do the same have the same count.
-_BEATS, _STEP, _PHASE, _IS_SLOW, _FIT, _FIRST, _COMPILES, _PID = range(8)
-SLOT_BYTES = 8 * 8
+_BEATS, _STEP, _PHASE, _IS_SLOW, _FIT, _FIRST, _COMPILES, _TIMEOUT_MS, _PID = range(9)
+SLOT_BYTES = 9 * 8
 _CHANGE = struct.Struct("4q")  # the first four
 _MOST_BEATS = 1 << 40  # in a fit
 _NUM_FRESH = 2  # updates of a fit that may take longer than later ones: buffers are made, processes of loaders start
@@ -60,6 +60,7 @@ class Place:
         step: the update that it makes or has just made, from 1, or 0 before the first one.
         phase: what it does.
         is_slow: whether this may take much longer than a part of an update usually takes.
+        timeout_s: how long the worker waits in a collective, or 0 if it has not said so yet.
         pid: the process id.
     """
 
@@ -68,6 +69,7 @@ class Place:
     step: int
     phase: Phase
     is_slow: bool
+    timeout_s: float
     pid: int
 
     @property
@@ -93,7 +95,7 @@ class Pulse:
         """Return a block that opens and runs a fit."""
         slot = self._slot
         slot[_FIT] += 1
-        slot[_FIRST] = slot[_COMPILES] = 0
+        slot[_FIRST] = slot[_COMPILES] = slot[_TIMEOUT_MS] = 0
         self._beats = slot[_FIT] * _MOST_BEATS  # the same on all ranks, whatever they have done before
         self.mark(Phase.START, 0, is_slow=True)
         try:
@@ -101,9 +103,9 @@ class Pulse:
         finally:
             self.mark(Phase.SCRIPT, slot[_STEP])
 
-    def begin(self, step: int, *, compiles: bool) -> None:
-        """Say that training begins after `step` updates, and whether any update may compile the model again."""
-        self._slot[_FIRST], self._slot[_COMPILES] = step, compiles
+    def begin(self, step: int, *, compiles: bool, timeout_s: float) -> None:
+        """Say that training begins after `step` updates, whether any update may compile the model again, and how long ranks wait."""
+        self._slot[_FIRST], self._slot[_COMPILES], self._slot[_TIMEOUT_MS] = step, compiles, int(1000 * timeout_s)
         self.mark(Phase.START, step, is_slow=True)
 
     def mark(self, phase: Phase, step: int, *, is_slow: bool = False) -> None:
@@ -173,10 +175,10 @@ def _unnamed_file() -> int:
 
 def place_in(slot: memoryview) -> Place:
     """Return the place that a worker has written into `slot`."""
-    beats, step, phase, is_slow, fit, first, compiles, pid = slot.tolist()
+    beats, step, phase, is_slow, fit, first, compiles, timeout_ms, pid = slot.tolist()
     is_fresh = step - first <= _NUM_FRESH
     is_compiling = compiles and phase == Phase.TRAINING
-    return Place(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), pid)
+    return Place(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), timeout_ms / 1000, pid)
 
 
 _pulse = Pulse()

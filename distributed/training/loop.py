@@ -115,7 +115,7 @@ def fit(run: Run) -> None:
 def begin(run: Run) -> None:
     """Call the hooks of the start, and validate or save if the settings ask for it. A collective."""
     state = run.state
-    run.pulse.begin(state.step, compiles=run.config.compile)
+    run.pulse.begin(state.step, compiles=run.config.compile, timeout_s=run.config.timeout_s)
     for callback in run.callbacks:
         callback.on_train_start(state)
     _agree_on_stop(run)

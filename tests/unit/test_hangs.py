@@ -25,8 +25,8 @@ from distributed.runs.directory import RunDirectory
 TRAINING, CALLBACKS, DATA = Phase.TRAINING, Phase.CALLBACKS, Phase.DATA
 
 
-def at(beats, step, phase=TRAINING, *, is_slow=False, fit=1):
-    return Place(beats, fit, step, phase, is_slow, 0)
+def at(beats, step, phase=TRAINING, *, is_slow=False, fit=1, timeout_s=0.0):
+    return Place(beats, fit, step, phase, is_slow, timeout_s, 0)
 
 
 def watched(watch, seconds, places, poll_s=0.1):
@@ -116,10 +116,12 @@ def test_one_rank_is_singled_out_if_something_sets_it_apart(suspects, silent, wa
 def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
     watch = HangWatch(60.0)
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, Phase.SAVING, is_slow=True), 2: at(31, 8)})
-    found = watch.standing([1, 2], 1.6)
+    found = watch.standing([1, 2], 2.0)
     assert found.keys == (1,) and found.are_behind
-    assert watch.standing([2], 1.6).keys == (2,) and not watch.standing([2], 1.6).are_behind  # it may have waited too
-    assert watch.standing([1, 2], 2.5) is None and watch.standing([], 0.0) is None
+    assert watch.standing([2], 2.0).keys == (2,) and not watch.standing([2], 2.0).are_behind  # it may have waited too
+    watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, timeout_s=2.0), 2: at(31, 8)})
+    assert watch.standing([1, 2], 300.0).keys == (1,)  # the script has set another limit
+    assert watch.standing([2], 300.0) is None and watch.standing([], 0.0) is None
 
 
 # ------------------------------------------------------------------ what a worker says
@@ -131,15 +133,16 @@ def test_the_launcher_reads_what_the_worker_writes():
     assert (board.place(1).pid, board.place(1).fit) == (os.getpid(), 0)
     with pulse.fit():
         assert (board.place(1).fit, board.place(1).phase, board.place(1).is_slow) == (1, Phase.START, True)
-        pulse.begin(6, compiles=False)
+        pulse.begin(6, compiles=False, timeout_s=2.5)
         for step, is_slow in ((7, True), (8, True), (9, False)):
             pulse.mark(TRAINING, step)
             assert (board.place(1).step, board.place(1).is_slow) == (step, is_slow)
+        assert board.place(1).timeout_s == 2.5
         before = board.place(1).beats
         pulse.mark(Phase.SAVING, 9, is_slow=True)
         assert board.place(1).beats == before + 1 and board.place(1).is_slow
     assert (board.place(1).phase, board.place(1).step) == (Phase.SCRIPT, 9)
-    assert board.place(0) == place_in(memoryview(bytes(64)).cast("q"))  # the other worker has said nothing
+    assert board.place(0) == place_in(memoryview(bytes(72)).cast("q"))  # the other worker has said nothing
     board.clear()
     assert board.place(1) == board.place(0)
 
@@ -147,7 +150,7 @@ def test_the_launcher_reads_what_the_worker_writes():
 def test_with_compile_any_update_may_compile_again():
     pulse = Pulse()
     with pulse.fit():
-        pulse.begin(0, compiles=True)
+        pulse.begin(0, compiles=True, timeout_s=2.5)
         pulse.mark(TRAINING, 50)
         assert pulse.place.is_slow
         pulse.mark(DATA, 51)
@@ -243,7 +246,7 @@ def train(board, *steps):
         pulse.attach(board._slot(index))
         board._slot(index)[4] = 1
         pulse.mark(TRAINING, step)
-        board._slot(index)[7] = 0
+        board._slot(index)[8] = 0
 
 
 def test_a_hang_names_rank_step_and_the_directory_with_a_file_for_each_rank(check, tmp_path):
