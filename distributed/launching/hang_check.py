@@ -77,7 +77,8 @@ class HangCheck:
             why = why_silent(places[found].pid) or (script and f"it is at {script}")
             text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
             return _failure(ranks[found], text, suspects.place)
-        stand = f"ranks {', '.join(str(ranks[index]) for index in suspects.keys)}{self._node} stand still {where}"
+        names, is_one = ", ".join(str(ranks[index]) for index in suspects.keys), len(suspects.keys) == 1
+        stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
             text = f"{stand}, and none of them could be singled out as the cause; {kept}"
             return _failure(ranks[suspects.keys[0]], text, suspects.place)
