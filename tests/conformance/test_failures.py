@@ -22,7 +22,8 @@ def fail(run_cli, tmp_path):
 
     def run(case, code, fresh=False):
         done = run_cli(
-            ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts", "0", "--", case, str(tmp_path)],
+            ["train", "--script", str(JOB), "--nproc-per-node", "2", "--run-dir", str(tmp_path / "run"), "--max-restarts", "0",
+             "--", case, str(tmp_path)],
             timeout=120, fresh=fresh,
         )  # fmt: skip
         ended = time.time()
