@@ -145,6 +145,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "monitor_interval": (OUR_LAUNCHER,),
     "max_restarts": (OUR_LAUNCHER,),
     "restart_on_exception": (OUR_LAUNCHER,),
+    "hang_timeout": (OUR_LAUNCHER,),
     "nan_policy": (),
     "seed": (),
     "deterministic": (),

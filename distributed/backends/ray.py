@@ -38,6 +38,15 @@ def _of_cluster(where: Situation, name: str) -> str:
 _JOINED = Need("a cluster that is joined", _of_cluster)
 
 
+def _of_own_processes(where: Situation, name: str) -> str:
+    """Return why the setting has no effect: Ray starts the processes. In a trial with a single bundle, it does not."""
+    is_by_ray = where.request is not None and where.request.launcher.startswith("distributed.backends._ray")
+    return "Ray starts the processes" if is_by_ray else OUR_LAUNCHER.lacks(where, name)
+
+
+_WATCHED = Need("a trial of Ray Tune with one bundle", _of_own_processes)
+
+
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
     """Settings of Ray, and the engine whose step its processes run."""
@@ -56,6 +65,7 @@ class RayOptions:
 
 _NEEDS: Mapping[str, tuple[Need, ...]] = {
     "start_timeout": (OUR_LAUNCHER,),
+    "hang_timeout": (_WATCHED,),
     "master_port": (_JOINED, OUR_LAUNCHER),
     "node_timeout": (_JOINED, OUR_LAUNCHER),
     "wait": (_JOINED, OF_CLUSTER),

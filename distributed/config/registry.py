@@ -94,6 +94,8 @@ class BackendEntry:
     # "module:function" that returns the data of a fit without what cannot be pickled. The engine need not be loaded.
     picklable: str = ""
     peer_errors: PeerErrors = PeerErrors()  # in one entry of each library
+    # Parts of the paths of a library's files in which a rank waits for the others, in one entry of each library.
+    waits_in: tuple[str, ...] = ()
     listens: str = ""  # warning about ports that several workers open to other machines and cannot close
 
     @property
@@ -154,6 +156,7 @@ REGISTRY: dict[str, BackendEntry] = {
             use_store="distributed.backends._torch.worker_store:use",
             active_profiler="distributed.backends._torch.caller:active_profiler",
             picklable="distributed.backends._torch.caller:picklable", peer_errors=_TORCH_PEER_ERRORS,
+            waits_in=("/torch/distributed/", "/torch/autograd/graph.py"),  # DDP waits in the backward pass
             training_options={
                 f"ddp_{name}": name for name in ("find_unused_parameters", "bucket_cap_mb", "static_graph")
             },
@@ -196,7 +199,7 @@ REGISTRY: dict[str, BackendEntry] = {
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
-            warm_up="distributed.backends._deepspeed.loading:warm_up",
+            warm_up="distributed.backends._deepspeed.loading:warm_up", waits_in=("/deepspeed/comm/",),
             start_note="importing DeepSpeed takes some seconds",
         ),
         BackendEntry(
@@ -207,6 +210,7 @@ REGISTRY: dict[str, BackendEntry] = {
             rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             peer_errors=PeerErrors(general_types=("HorovodInternalError",), messages=("Horovod has been shut down",)),
+            waits_in=("/horovod/",),
             hints={
                 "'Variable' object has no attribute 'ref'": "Horovod's BroadcastGlobalVariablesCallback does not work with Keras 3:"
                 " train the model with distributed.Trainer and --backend horovod, or drop the callback and call"

@@ -95,6 +95,7 @@ class DistributedConfig:
 
     monitor_interval: float = setting(0.1, "seconds between two checks of the workers", above=0, maximum=_LONGEST_S, group=FAULTS)
     max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, group=FAULTS)
+    hang_timeout: float | None = setting(60.0, "seconds that a rank may stand still in an update before the run restarts, 10 times as long in a save and the like (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, group=FAULTS)
     elastic_interval_s: float = setting(300.0, "seconds until lost processes are replaced, and at most until a new node takes part, if the number may change", above=0, maximum=_LONGEST_S, group=FAULTS)
     restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", group=FAULTS)
     nan_policy: str = setting("stop", "what a NaN or infinite loss or gradient does: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,11 +26,13 @@ from distributed.launching.causes import signal_name
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_line
+from distributed.launching.hang_check import HangCheck
 from distributed.launching.listening import loopback_environ
 from distributed.launching.node_link import NodesEndedError
 from distributed.launching.node_server import LOST_AFTER_S
 from distributed.launching.nodes import Node, interface_environ, names_of, numbered
 from distributed.launching.output import WorkerOutput, display_of
+from distributed.launching.pulse import STACKS_SIGNAL, Board
 from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
@@ -48,17 +51,21 @@ class ForkAgent(SimpleElasticAgent):
 
     def __init__(
         self, spec: WorkerSpec, request: LaunchRequest, run: RunDirectory, channel: socket.socket, display: Display,
-        directory: Path,
+        directory: Path, board: Board,
     ) -> None:  # fmt: skip
         super().__init__(spec, exit_barrier_timeout=request.timeout_s)
         self._directory = directory  # temporary, with mode 0700
         self._request, self._run, self._channel = request, run, channel
-        self._display = display
+        self._display, self._board = display, board
         self._count = WorkerCount(request)
         self.verdicts = Verdicts(request, run, display, self._count)
         self.verdicts.node = request.node_rank if request.num_nodes > 1 else None
         epochs = Epochs(functools.partial(write_line, request.epochs_fd))
-        self.output = WorkerOutput(run, display, channel, self.verdicts.add, epochs)
+        self.output = WorkerOutput(run, display, channel, self._take, epochs)
+        self._hangs = HangCheck(
+            request, run, display, board, self._node_name(), lambda: self._signal_workers(STACKS_SIGNAL)
+        )  # fmt: skip
+        self.verdicts.find_hang = lambda: self._hangs.find_late(self.verdicts.watched)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
         self._place, self._num_nodes = 0, 1  # this node's index among the nodes of this attempt, and their number
@@ -75,6 +82,13 @@ class ForkAgent(SimpleElasticAgent):
         self._rendezvous_of_nodes.failure = lambda: self.verdicts.failure
         self._rendezvous_of_nodes.has_regrouped = lambda: self.verdicts.has_regrouped
         self._opened: Any = None  # what `EngineRendezvous.open` returned on node 0 in this attempt
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        """Take a message of the launcher or of a worker. May be called from any thread."""
+        if message["op"] == "exit":
+            place = self._board.place(message["local_rank"])
+            message = {**message, "place": (place.fit, place.step)}
+        self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls
 
@@ -130,6 +144,8 @@ class ForkAgent(SimpleElasticAgent):
         attempt = self._rendezvous_of_nodes.round.number - 1
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self.verdicts.begin(ranks, attempt, dict.fromkeys(ranks, self._node_name()), is_regroup=self._is_regroup)
+        self._board.clear()
+        self._hangs.begin()
         for worker in worker_group.workers:
             self._start_worker(worker, worker_group, attempt)
         return {worker.local_rank: worker.local_rank for worker in worker_group.workers}
@@ -179,6 +195,9 @@ class ForkAgent(SimpleElasticAgent):
             self._channel.send(b'{"op": "kill"}')
         self.verdicts.wait_for_ends()
 
+    def _signal_workers(self, signum: int) -> None:
+        self._channel.send(json.dumps({"op": "signal", "signum": signum}).encode())
+
     def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
         self._stop_workers(self._worker_group)
 
@@ -193,6 +212,8 @@ class ForkAgent(SimpleElasticAgent):
                 self.verdicts.expect_regroup()
             self._end_with_another_node()
             self._let_new_ones_take_part()
+            if (hang := self._hangs.find(self.verdicts.watched)) is not None:
+                self.verdicts.blame(hang)
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.REGROUP:
             self._rendezvous_of_nodes.is_round_wanted = True
@@ -212,7 +233,7 @@ class ForkAgent(SimpleElasticAgent):
         if self.verdicts.stop_signal or not self._count.may_grow(newcomers, has_saved=self.verdicts.has_saved):
             return
         if is_training(self._run):
-            self._channel.send(json.dumps({"op": "signal", "signum": REGROUP_SIGNAL}).encode())
+            self._signal_workers(REGROUP_SIGNAL)
         elif not self.verdicts.trains:
             # Nobody saves in a script without a Trainer: it is started again, as torchrun does.
             self._rendezvous_of_nodes.is_round_wanted = True
@@ -269,8 +290,8 @@ class ForkAgent(SimpleElasticAgent):
             raise ended
 
 
-def run_agent(request: LaunchRequest, channel: socket.socket) -> int:
-    """Run the workers of this node to their end and show what happened.
+def run_agent(request: LaunchRequest, channel: socket.socket, board: Board) -> int:
+    """Run the workers of this node, which share `board` with this process, to their end and show what happened.
 
     Return the exit code, which is also sent to the launcher.
     """
@@ -279,7 +300,7 @@ def run_agent(request: LaunchRequest, channel: socket.socket) -> int:
     code = 1
     try:
         with temporary_directory() as directory:
-            code = _run_to_the_end(request, channel, display, directory)
+            code = _run_to_the_end(request, channel, display, directory, board)
     except DistributedError as error:
         code = error.exit_code
         if request.node_rank == 0:
@@ -295,7 +316,9 @@ def run_agent(request: LaunchRequest, channel: socket.socket) -> int:
     return code
 
 
-def _run_to_the_end(request: LaunchRequest, channel: socket.socket, display: Display, directory: Path) -> int:
+def _run_to_the_end(
+    request: LaunchRequest, channel: socket.socket, display: Display, directory: Path, board: Board
+) -> int:
     """Run all attempts of this node's workers, then end the run and return its exit code."""
     rendezvous = rendezvous_of(request, lambda kind, text: display.handle({"kind": kind, "text": text}))
     try:
@@ -308,7 +331,7 @@ def _run_to_the_end(request: LaunchRequest, channel: socket.socket, display: Dis
             entrypoint=request.script or "job",
             max_restarts=request.max_restarts, monitor_interval=0.001,  # `_monitor_workers` does the waiting
         )  # fmt: skip
-        agent = ForkAgent(spec, request, RunDirectory(request.run_dir), channel, display, directory)
+        agent = ForkAgent(spec, request, RunDirectory(request.run_dir), channel, display, directory, board)
         agent.output.start()
         agent.run()
         agent.give_up()

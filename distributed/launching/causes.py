@@ -24,7 +24,7 @@ class Failure:
     """How one rank failed. `time` is in seconds since the epoch, on the clock of the rank's machine."""
 
     rank: int
-    kind: str  # "exception", "error" (a DistributedError: one line says it all), "exit" or "signal"
+    kind: str  # "exception", "error" (a DistributedError: one line says it all), "exit", "signal" or "hang"
     time: float
     type: str = ""
     message: str = ""
@@ -32,6 +32,8 @@ class Failure:
     exit_code: int = 1
     signum: int = 0
     node: str = ""  # name of the rank's machine, if the launcher started workers on several
+    place: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
+    note: str = ""  # why the run is not restarted, although it may be after such a failure
 
     @property
     def is_consequence(self) -> bool:
@@ -53,7 +55,7 @@ class Failure:
         return 1 if self.kind == "signal" and self.signum == signal.SIGABRT else 0
 
     def __str__(self) -> str:
-        if self.kind == "error":
+        if self.kind in ("error", "hang"):
             return self.message
         rank = f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
         if self.kind == "exception":
@@ -93,7 +95,7 @@ def short_traceback(error: BaseException) -> str:
 
 def place_of(error: BaseException) -> str:
     """Return where in the user's code `error` was raised, as a phrase for a message, or "" if that is not known."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
 
 
@@ -115,7 +117,7 @@ def _users_part(error: BaseException) -> TracebackType | None:
     part = error.__traceback__
     while part is not None:
         filename = part.tb_frame.f_code.co_filename
-        if not _is_ours(filename) and not (is_syntax and filename.startswith("<frozen")):
+        if not is_ours(filename) and not (is_syntax and filename.startswith("<frozen")):
             return part
         part = part.tb_next
     return None if is_syntax else error.__traceback__
@@ -134,19 +136,21 @@ def _trim(exception: traceback.TracebackException, short: bool) -> int:
     A traceback without any frame in the user's code keeps all frames.
     """
     frames = exception.stack
-    if not short or not any(_is_users(frame.filename) for frame in frames):
+    if not short or not any(is_users(frame.filename) for frame in frames):
         return 0
-    kept = [frame for i, frame in enumerate(frames) if _is_users(frame.filename) or i == len(frames) - 1]
+    kept = [frame for i, frame in enumerate(frames) if is_users(frame.filename) or i == len(frames) - 1]
     left_out = len(frames) - len(kept)
     exception.stack[:] = kept
     return left_out
 
 
-def _is_ours(filename: str) -> bool:
+def is_ours(filename: str) -> bool:
+    """Return whether a file is of this package."""
     return filename.startswith(_OUR_DIRECTORY)
 
 
-def _is_users(filename: str) -> bool:
-    if _is_ours(filename) or filename.startswith("<frozen"):
+def is_users(filename: str) -> bool:
+    """Return whether a file is neither of this package nor of a library."""
+    if is_ours(filename) or filename.startswith("<frozen"):
         return False
     return not filename.startswith(_LIBRARIES) and not (filename.startswith(sys.base_prefix + "/lib/python"))

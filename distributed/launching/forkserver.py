@@ -26,6 +26,7 @@ from distributed.checkpoints.mirror import UPLOAD_FAILED
 from distributed.errors import TrainingError
 from distributed.launching.forking import fork
 from distributed.launching.output import display_of
+from distributed.launching.pulse import Board
 from distributed.launching.request import LaunchRequest
 from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals, Stop
@@ -81,11 +82,12 @@ def serve(request: LaunchRequest) -> int:
         gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the workers share
         importlib.import_module("torch")  # the agent and the workers inherit it
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        agent = fork(lambda: _agent(request, side, server, signals))
+        board = Board(request.nproc_per_node)  # the agent and the workers inherit it
+        agent = fork(lambda: _agent(request, side, server, signals, board))
         side.close()
         _import_for_workers(request, signals, agent)
         gc.freeze()
-        return ForkServer(request, server, agent, signals).serve()
+        return ForkServer(request, server, agent, signals, board).serve()
 
 
 def _check(request: LaunchRequest, run: RunDirectory) -> None:
@@ -143,19 +145,22 @@ class _Watch(importlib.abc.MetaPathFinder):
                 raise _Stopped
 
 
-def _agent(request: LaunchRequest, side: socket.socket, server: socket.socket, signals: Signals) -> int:
+def _agent(request: LaunchRequest, side: socket.socket, server: socket.socket, signals: Signals, board: Board) -> int:
     server.close()
     signals.ignore()  # the launcher handles them
     gc.enable()
     from distributed.launching.agent import run_agent
 
-    return run_agent(request, side)
+    return run_agent(request, side, board)
 
 
 class ForkServer:
     """The loop of the launcher process. It handles commands of the agent, signals, and the ends of its children."""
 
-    def __init__(self, request: LaunchRequest, channel: socket.socket, agent: int, signals: Signals) -> None:
+    def __init__(
+        self, request: LaunchRequest, channel: socket.socket, agent: int, signals: Signals, board: Board
+    ) -> None:
+        self._board = board
         self._request, self._channel, self._agent, self._signals = request, channel, agent, signals
         self._workers: dict[int, int] = {}  # process id -> local rank
         self._num_begun = 0  # number of workers started in all attempts
@@ -255,6 +260,7 @@ class ForkServer:
         from distributed.launching.worker import run_worker
 
         agreed = {name: command[name] for name in ("run_dir", "resume", "node_rank")}  # by the nodes
+        self._board.join(command["local_rank"])
         return run_worker(dataclasses.replace(self._request, **agreed), command, fds)
 
     # ends of children

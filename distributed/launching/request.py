@@ -226,6 +226,9 @@ class LaunchRequest:
     start_timeout: float = 600.0  # seconds that all nodes together may take to join
     node_timeout: float = 120.0  # seconds in which a lost node, or its replacement, must join again
     timeout_s: float = 300.0  # seconds that workers may take to end after a signal
+    hang_timeout: float | None = (
+        None  # seconds after which a rank that stands still in an update is said to hang; 0 or None: never
+    )
     verbose: bool = True
     again: str = ""  # the command that resumes this run, shown after a signal ended it
     live: bool | None = None  # whether to show a progress bar; None: only if the output is a terminal
@@ -268,7 +271,7 @@ class LaunchRequest:
 
 _FROM_CONFIG = (
     "min_nproc_per_node", "min_nodes", "elastic_interval_s", "node_rank", "master_addr", "master_port", "max_restarts",
-    "restart_on_exception", "monitor_interval", "start_timeout", "node_timeout", "timeout_s", "verbose",
+    "restart_on_exception", "monitor_interval", "start_timeout", "node_timeout", "timeout_s", "hang_timeout", "verbose",
 )  # fmt: skip
 
 

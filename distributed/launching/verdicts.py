@@ -10,11 +10,12 @@ import enum
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.launching.causes import Failure, root_cause, signal_name
 from distributed.launching.elastic import WorkerCount
+from distributed.launching.repeats import Repeats
 from distributed.launching.request import LaunchRequest
 from distributed.launching.sharing import ways_out
 from distributed.launching.stopping import KILLING
@@ -53,6 +54,7 @@ class _Rank:
     is_unshared: bool = False  # whether the worker ended without sharing its work with another one
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended: float = 0.0
+    place: tuple[int, int] = (0, 0)  # see Failure
 
     def failure(self) -> Failure | None:
         """Return how the worker failed, or None if it did not fail so far."""
@@ -68,8 +70,8 @@ class _Rank:
         """Return the end of the worker as a failure, even if it ended with code 0 while others still needed it."""
         assert self.status is not None
         if self.status < 0:
-            return Failure(self.rank, "signal", self.ended, signum=-self.status, node=self.node)
-        return Failure(self.rank, "exit", self.ended, exit_code=self.status, node=self.node)
+            return Failure(self.rank, "signal", self.ended, signum=-self.status, node=self.node, place=self.place)
+        return Failure(self.rank, "exit", self.ended, exit_code=self.status, node=self.node, place=self.place)
 
 
 class Verdicts:
@@ -91,6 +93,9 @@ class Verdicts:
         self._is_regrouping = False  # whether the next attempt has another number of workers
         # When the first worker ended so that another number of them can start.
         self._regrouping_since: float | None = None
+        self._repeats = Repeats()
+        # Looks for a worker that hangs, when all failures are lost connections. May return None.
+        self.find_hang: Callable[[], Failure | None] = lambda: None
 
     def begin(
         self,
@@ -130,6 +135,14 @@ class Verdicts:
         """Return whether a worker of this attempt has not ended."""
         return any(rank.status is None for rank in self._ranks.values())
 
+    @property
+    def watched(self) -> dict[int, int]:
+        """The ranks of the workers that have not failed or ended, by key, or {} while the workers are being stopped, which takes time."""
+        ranks = self._ranks
+        if self.stop_signal or self._regrouping_since or any(rank.interrupted for rank in ranks.values()):
+            return {}
+        return {key: rank.rank for key, rank in ranks.items() if rank.status is None and rank.reported is None}
+
     # messages of the launcher and the workers
 
     def add(self, message: Mapping[str, Any]) -> None:
@@ -140,6 +153,7 @@ class Verdicts:
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
+                rank.place = _place_in(message)
             else:
                 self._add_event(message)
             self._changed.notify_all()
@@ -174,8 +188,16 @@ class Verdicts:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
-                    message["exit_code"], node=rank.node,
+                    message["exit_code"], node=rank.node, place=_place_in(message),
                 )  # fmt: skip
+
+    def blame(self, failure: Failure) -> None:
+        """Record that a rank hangs, unless it has failed or ended in the meantime."""
+        with self._changed:
+            rank = next(each for each in self._ranks.values() if each.rank == failure.rank)
+            if rank.reported is None and rank.status is None:
+                rank.reported = dataclasses.replace(failure, node=rank.node)
+            self._changed.notify_all()
 
     # the verdict
 
@@ -196,7 +218,10 @@ class Verdicts:
             # If the cause is missing among them, it may be a rank that exited with 0.
             if all(failure.is_consequence for failure in failures):
                 failures += [rank.left() for rank in self._ranks.values() if rank.status == 0]
-        return self._failed(root_cause(failures), restarts_left, max(1, killed))
+        cause = root_cause(failures)
+        if cause.is_consequence and not self.stop_signal:  # ranks that have waited too long report that
+            cause = self.find_hang() or cause
+        return self._failed(cause, restarts_left, max(1, killed))
 
     def _is_news(self) -> bool:
         """Return whether the workers have ended or must be ended."""
@@ -257,15 +282,21 @@ class Verdicts:
 
         `lost` is the number of workers that a run with a changing number goes on without.
         """
-        self.cause = cause
         if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
+        left = self._count.shrink(lost) if self._may_shrink(cause) and self._count is not None else 0
+        if not left and (note := self._repeats.note_on(cause)) and restarts_left:
+            cause, restarts_left = (
+                dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})"),
+                0,
+            )
+        self.cause = cause
         if not self.stop_signal:
             detail: dict[str, Any] = {} if self.node is None else {"node": self.node}
             detail |= {"traceback": cause.traceback} if cause.kind == "exception" and cause.traceback else {}
             self.failure = {"time": time.time(), "rank": cause.rank, "cause": in_words(cause), **detail}
             self._run.event("worker_failed", **self.failure)
-            if cause.kind == "signal" and self._count is not None and (left := self._count.shrink(lost)):
+            if left:
                 text = f"{in_words(cause)}: going on with {left} process{'es' * (left > 1)}"
                 self._display.handle({"kind": "warning", "text": text})
                 self._is_regrouping = True
@@ -279,8 +310,11 @@ class Verdicts:
         self._display.handle({"kind": "warning", "text": text})
         return Verdict.RESTART
 
+    def _may_shrink(self, cause: Failure) -> bool:
+        return cause.kind == "signal" and not self.stop_signal
+
     def _may_restart(self, cause: Failure) -> bool:
-        if cause.kind == "signal":
+        if cause.kind in ("signal", "hang"):
             return True
         if cause.kind == "exception" and cause.is_consequence and self._request.num_nodes > 1:
             return True  # the cause is on another node, and that node restarts
@@ -338,7 +372,9 @@ class Verdicts:
         if code in (0, 130, 143) or cause is None or self._request.payload is not None:
             return
         text = f"error: {cause}"
-        if cause.kind == "signal":
+        if cause.note:
+            text += f"; {cause.note}"
+        elif cause.kind in ("signal", "hang"):
             budget = self._request.max_restarts
             text += f"; no restart is left (max_restarts={budget})" if budget else "; max_restarts=0"
         if cause.traceback and cause.kind == "exception":
@@ -356,9 +392,15 @@ class Verdicts:
         self._display.handle({"kind": "warning", "text": text})
 
 
+def _place_in(message: Mapping[str, Any]) -> tuple[int, int]:
+    fit, step = message.get("place", (0, 0))
+    return fit, step
+
+
 def in_words(cause: Failure) -> str:
     """Return the cause in one line."""
     if cause.is_consequence:
         where = f" on {cause.node}" if cause.node else ""
         return f"rank {cause.rank}{where} lost the connection to another rank"
-    return f"{cause}: {cause.message}" if cause.kind == "exception" and cause.message else str(cause)
+    text = f"{cause}: {cause.message}" if cause.kind == "exception" and cause.message else str(cause)
+    return f"{text}; {cause.note}" if cause.note else text

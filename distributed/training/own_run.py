@@ -12,6 +12,7 @@ from distributed.backends.base import Backend, ShardedData
 from distributed.callbacks import Callback
 from distributed.data import num_micro_batches
 from distributed.errors import ConfigError, TrainingError
+from distributed.launching.pulse import Phase
 from distributed.loggers.logged import Logged
 from distributed.metrics.monitor import PREFIX
 from distributed.runs.summary import was_interrupted
@@ -117,6 +118,7 @@ class OwnRun:
         loop.begin(self._run)
         # Metrics of a validation are logged after an epoch, see `_finish_epoch`.
         self._run.uncertain = [name for name in self._run.uncertain if not name.startswith(PREFIX)]
+        self._enter_script()
         return self._run
 
     def _end(
@@ -137,6 +139,7 @@ class OwnRun:
         run = self.run
         while run.state.epoch < run.config.epochs and run.state.stop_reason is None:
             self._is_in_epoch = True
+            self._enter_script()
             yield run.state.epoch
             self._is_in_epoch = False
             if not self._settle() or run.state.stop_reason is not None or not self._finish_epoch(run):
@@ -182,6 +185,7 @@ class OwnRun:
         finally:
             self.steps.leave_evaluation()
             self._num_samples = logged.num_samples = None
+            self._enter_script()
 
     def _check_turn(self) -> None:
         if self.steps.is_owed:
@@ -190,6 +194,12 @@ class OwnRun:
     def _leave(self) -> None:
         self.steps.leave()
         self._num_samples, self._is_update_open = None, False
+        self._enter_script()
+
+    def _enter_script(self) -> None:
+        """Say that code of the script runs that may take any time."""
+        if self._run is not None:
+            self._run.pulse.mark(Phase.SCRIPT, self._run.state.step)
 
     def _finish_epoch(self, run: loop.Run) -> bool:
         """End the epoch with what was logged of its validation. A collective."""

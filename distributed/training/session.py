@@ -34,6 +34,7 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
 from distributed.launching.exposure import launcher_warnings
+from distributed.launching.pulse import Phase, pulse
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import launched_by, link
 from distributed.loggers import registry as loggers
@@ -159,6 +160,7 @@ class FitSession:
 
         `leaving` closes what was opened.
         """
+        leaving.enter_context(pulse().fit())
         merged = self.setup.merge_for_fit(settings)
         backend = self.backend
         self._configure(merged)
@@ -310,6 +312,12 @@ class FitSession:
         if run.is_validating:
             raise ConfigError("context.evaluate() was called within a validation: call it in another hook")
         return self.evaluate(data)
+
+    def _enter_batch(self) -> bool:
+        """Say that a batch of an evaluation or a prediction inside a fit begins. Return True."""
+        if self._fit is not None:
+            pulse().mark(Phase.VALIDATION, self._fit.state.step, is_slow=True)
+        return True
 
     def _record_failure(self, fit: Fit, error: BaseException) -> None:
         for callback in fit.callbacks:
@@ -540,7 +548,7 @@ class FitSession:
             receiving(backend.logged),
             contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded,
         ):
-            return evaluate(self.backend, sharded) or {}
+            return evaluate(self.backend, sharded, self._enter_batch) or {}
 
     @hinted()
     def predict(self, data: Any) -> Any:
@@ -553,6 +561,7 @@ class FitSession:
         ):
             for number, update_batch in enumerate(sharded.epoch(0)):
                 (micro,) = update_batch.micro_batches
+                self._enter_batch()
                 outputs = self.backend.predict_step(micro)
                 if micro.num_samples:
                     mine.append((number, self.context.rank, outputs))
@@ -602,6 +611,7 @@ class FitSession:
         state = self._state or TrainState()
         if self._fit is not None:
             state = self._fit.state_to_save()
+            pulse().mark(Phase.SAVING, state.step, is_slow=True)
         with self.backend.own_generators():  # a checkpoint stores their states too
             saved = store.save(state, _without_paths(self.merged.config), None)
         if saved is None:

@@ -519,6 +519,7 @@ TESTED = {  # setting -> a test of its effect or of its refusal
     "node_timeout": "cli/test_many_nodes.py::test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other",
     "monitor_interval": HERE_TESTS + "test_monitor_interval_is_the_longest_wait_between_two_looks",
     "max_restarts": LAUNCH + "test_no_restart_is_left_for_a_worker_that_always_dies",
+    "hang_timeout": RESUME + "test_a_rank_that_hangs_is_named_and_changes_no_bit",
     "restart_on_exception": LAUNCH + "test_an_exception_restarts_where_asked",
     "nan_policy": FAILURES + "test_a_nan_may_leave_the_update_out",
     "seed": HERE_TESTS + "test_the_seed_decides_weights_and_order",

@@ -15,8 +15,8 @@ from safetensors.numpy import load_file
 
 from distributed import Trainer
 from distributed.errors import CheckpointError
-from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests, events, newest, samples
-from tests.conftest import poll
+from tests.conformance.runs import FULL, JOB, STEPS, arguments, assert_same, digests, events, newest, samples
+from tests.conftest import needs_backend, poll
 
 pytestmark = pytest.mark.timeout(600)
 EPOCH = 7  # number of steps
@@ -72,6 +72,118 @@ def test_a_kill_in_a_validation_logs_nothing_twice(run_cli, tmp_path, clean):
     assert done.returncode == 0, done.output
     assert "resumed from step-00000007: step 7, epoch 1" in done.stdout
     assert_same(tmp_path, clean)
+
+
+def hung(done, out):
+    """Return the warnings about ranks that hang, and the text of each rank's stacks for each of them."""
+    warnings = [line for line in done.stderr.splitlines() if " hang" in line]
+    directories = sorted((out / "run" / "logs").glob("stacks-*"))
+    assert len(warnings) == len(directories) and all(map(str.__contains__, warnings, map(str, directories)))
+    return warnings, [[(each / f"rank-{rank}.txt").read_text() for rank in (0, 1)] for each in directories]
+
+
+def test_a_rank_that_hangs_is_named_and_changes_no_bit(run_cli, tmp_path, clean):
+    """Rank 1 is stopped in a callback, then rank 0 never returns from a training step, where both ranks are at the same place."""
+    faults = [["STOP-step", 8, 1], ["loop-forward", 13, 0]]
+
+    done = run_cli(arguments(tmp_path, faults, "--set", "hang_timeout=1"))
+
+    assert done.returncode == 0, done.output
+    (stopped, looping), stacks = hung(done, tmp_path)
+    assert "rank 1 hangs in step 8 (callbacks)" in stopped and "it is stopped (SIGSTOP)" in stopped
+    assert "rank 0 hangs in step 14 (training)" in looping and f"it is at {JOB}, line " in looping
+    assert stopped.endswith(": restarting (1 of 20)") and looping.endswith(": restarting (2 of 20)")
+    assert "did not answer: it is stopped" in stacks[0][1] and "resume.py" in stacks[0][0]
+    assert " in pass_\n" in stacks[1][0] and " in pass_\n" not in stacks[1][1] and " in backward\n" in stacks[1][1]
+    assert events(tmp_path / "run").count("restarted") == 2
+    assert_same(tmp_path, clean)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["loop-step", "loop-data", "STOP-forward", "loop-validation", "loop-save"])
+def test_a_rank_may_hang_anywhere(run_cli, tmp_path, clean, kind):
+    """In a validation and in a save it takes ten times as long until it is noticed."""
+    number = {"loop-step": 10, "STOP-forward": 17}.get(kind, 8)
+    done = run_cli(arguments(tmp_path, [[kind, number, 0]], "--set", "hang_timeout=1"))
+    assert done.returncode == 0, done.output
+    warnings, _ = hung(done, tmp_path)
+    assert len(warnings) == 1 and "warning: rank 0 hangs in step " in warnings[0], done.output
+    assert_same(tmp_path, clean)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["single", "fsdp", "deepspeed", "horovod"])
+def test_a_rank_that_hangs_is_named_on_every_backend(run_cli, tmp_path, backend):
+    needs_backend(backend)
+    world = 1 if backend == "single" else 2
+    flags = ["--backend", backend, "--set", "hang_timeout=1"]
+    done = run_cli(arguments(tmp_path, [["loop-forward", 16, 0], ["STOP-step", 15, world - 1]], *flags, world=world))
+    assert done.returncode == 0, done.output
+    warnings = [line for line in done.stderr.splitlines() if " hangs in step " in line]
+    assert [line.split(" hangs")[0] for line in warnings] == ["warning: rank 0", f"warning: rank {world - 1}"], (
+        done.output
+    )
+
+
+SLOW_PARTS = """
+import os, time
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Callback, Trainer
+
+fsync, slept, rank = os.fsync, [], int(os.environ["RANK"])
+
+def once(what, seconds=3.0):
+    if what not in slept:
+        slept.append(what)
+        time.sleep(seconds)
+
+class Slow(Callback):
+    def on_train_start(self, state):
+        once("start")
+    def on_step_end(self, state, result):
+        time.sleep(0.25 if state.step > 6 else 0.1)  # slower than the median
+    def on_epoch_end(self, state, row):
+        once(("epoch", state.epoch))
+    def on_checkpoint(self, state, path):
+        once(("checkpoint", state.step))
+
+def step(model, batch):
+    once(("first update" if model.training else "validation", rank))
+    return model(batch[0]).square().mean()
+
+def slow_fsync(fd):
+    if rank == 0:
+        once("save")
+    fsync(fd)
+
+os.fsync = slow_fsync
+data = TensorDataset(torch.randn(32, 4))
+trainer = Trainer(torch.nn.Linear(4, 1), training_step=step, callbacks=[Slow()], epochs=2, batch_size=2)
+trainer.fit(data, data)
+once("between fits", 9.0)
+trainer.fit(data, data, epochs=1)
+"""
+
+
+@pytest.mark.full
+def test_what_takes_long_is_no_hang(run_cli, tmp_path):
+    """Takes 35 s. `hang_timeout` is 0.6 s, and 6 s for what is slow by its nature."""
+    (tmp_path / "job.py").write_text(SLOW_PARTS)
+    done = run_cli(
+        ["train", "--script", "job.py", "--nproc-per-node", "2", "--run-dir", "run", "--set", "hang_timeout=0.6"], cwd=tmp_path
+    )  # fmt: skip
+    assert done.returncode == 0, done.output
+    assert "worker_failed" not in events(tmp_path / "run")
+
+
+def test_a_failure_that_repeats_at_the_same_step_is_not_restarted_for_ever(run_cli, tmp_path):
+    done = run_cli(arguments(tmp_path, [["step", 8, 1]] * 9))
+    assert done.returncode == 1, done.output
+    note = "stopped, because the same failure came 3 times at step 8 (max_restarts=20)"
+    assert done.stderr.splitlines()[-1] == f"error: rank 1 was killed by signal 9 (SIGKILL); {note}"
+    assert [events(tmp_path / "run").count(name) for name in ("worker_failed", "restarted")] == [3, 2]
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["error"].endswith(note)
 
 
 def test_each_sample_is_used_once_an_epoch(clean):

@@ -21,7 +21,9 @@ from distributed.errors import ConfigError
 from distributed.launching import agent, elastic
 from distributed.launching.agent import ForkAgent
 from distributed.launching.elastic import WorkerCount
+from distributed.launching.hang_check import HangCheck
 from distributed.launching.node_link import NodesEndedError, Round
+from distributed.launching.pulse import Board
 from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display
@@ -211,6 +213,7 @@ class Agent:
         real: Any = self.real
         real._request, real._run, real._channel, real._display = request, self.run, channel, display
         real._count, real._rendezvous_of_nodes = WorkerCount(request), self.others
+        real._hangs = HangCheck(request, self.run, display, Board(1), "", lambda: None)
         real.verdicts = Verdicts(request, self.run, display, real._count)
         real._is_elastic, real._remaining_restarts, real._nodes = True, 0, [object()]
         real.verdicts.begin({0: 0}, 0)

@@ -338,7 +338,9 @@ def test_the_end_is_said_when_the_output_has_been_read():
     pairs = {kind: socket.socketpair() for kind in ("commands", *STREAMS)}
     mine, launchers = ({kind: pair[side] for kind, pair in pairs.items()} for side in (0, 1))
     mine["control"].sendall(b"why")
-    worker = threading.Thread(target=_report_end, args=(LauncherConnections(mine, *seals("secret", "worker")), 1))
+    worker = threading.Thread(
+        target=_report_end, args=(LauncherConnections(mine, *seals("secret", "worker")), 1, (2, 7))
+    )
     worker.start()
     for kind in ("stdout", "stderr"):
         assert launchers[kind].recv(10) == b""
@@ -347,7 +349,7 @@ def test_the_end_is_said_when_the_output_has_been_read():
     assert select.select([launchers["commands"]], [], [], 0.3)[0] == []
     assert launchers["control"].recv(10) == b""
     launchers["control"].close()
-    assert seals("secret", "worker")[1].open(launchers["commands"].recv(200)) == {"status": 1}
+    assert seals("secret", "worker")[1].open(launchers["commands"].recv(200)) == {"status": 1, "place": [2, 7]}
     worker.join()
     for each in (*mine.values(), launchers["commands"]):
         each.close()

@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from distributed.errors import ResourceError
 from distributed.launching import agent, rendezvous
 from distributed.launching.node_link import NodesEndedError, Round
+from distributed.launching.pulse import Board
 from distributed.launching.rendezvous import ManyNodes, OneNode, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.runs.directory import RunDirectory
@@ -116,7 +117,7 @@ def test_the_end_of_another_node_is_the_last_line_and_the_exit_code(
     ours, other = socket.socketpair()
     with ours, other:
         request = LaunchRequest(str(tmp_path), num_nodes=2, node_rank=1, master_addr="node0", master_port=29500)
-        assert agent.run_agent(request, ours) == 3
+        assert agent.run_agent(request, ours, Board(1)) == 3
     said = "".join(capfd.readouterr())
     assert said.splitlines()[-1] == "error: node 0 (10.0.0.1) is lost: its launcher has ended"
 

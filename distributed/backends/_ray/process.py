@@ -17,6 +17,7 @@ from pathlib import Path
 
 def main(parent: int) -> None:
     """Run the request as a worker. Never returns."""
+    from distributed.launching.pulse import Board
     from distributed.launching.request import LaunchRequest
     from distributed.launching.worker import run_worker
     from distributed.runs.processes import die_with_parent
@@ -33,6 +34,7 @@ def main(parent: int) -> None:
     try:
         for name in request.preload:
             importlib.import_module(name)
+        Board(1, command["memory"]).join(0)
         code = run_worker(request, command, command["fds"])
     except KeyboardInterrupt:  # Ctrl-C before the script began
         code = 128 + signal.SIGINT

@@ -194,7 +194,8 @@ class RendezvousServer:
         *lines, worker.rest = (worker.rest + data).split(b"\n")
         answers = [worker.answers.open(line) for line in lines]
         for answer in filter(None, answers):
-            self._end_worker(worker, int(answer["status"]))
+            fit, step = answer.get("place", (0, 0))
+            self._end_worker(worker, int(answer["status"]), (int(fit), int(step)))
         # the worker has gone, or the seal of a line is wrong
         if not data or None in answers or len(worker.rest) > LINE_BYTES:
             self._drop(worker)
@@ -223,11 +224,11 @@ class RendezvousServer:
         for name in names:
             self._joining.pop(name).send(op="end", restart=True)
 
-    def _end_worker(self, worker: WorkerConnections, status: int) -> None:
+    def _end_worker(self, worker: WorkerConnections, status: int, place: tuple[int, int] = (0, 0)) -> None:
         if worker.has_ended or worker not in self._joined.values():
             return
         worker.has_ended = True
-        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time())
+        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time(), place=place)
 
 
 def _keep_alive(connection: socket.socket) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect
 from distributed.launching.listening import reachable_address
 from distributed.launching.nodes import Node, interface_environ, this_node
+from distributed.launching.pulse import SLOT_BYTES, Board
 from distributed.launching.secret import VARIABLE
 from distributed.runs.temporary import temporary_directory
 from distributed.state import EpochMetrics
@@ -87,14 +88,15 @@ def work(
         if start["restart"]:
             raise Restart(f"rank {rank} starts again")
         return
-    process = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS])
+    process, board = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS])
     verdict = _Commands(process)
     threads = [threading.Thread(target=verdict.listen, args=(commands,), daemon=True)]
     if on_epoch is not None:
         threads.append(threading.Thread(target=verdict.pass_on, args=(on_epoch,), daemon=True))
     for thread in threads:
         thread.start()
-    _report_end(launcher, process.wait())
+    status, place = process.wait(), board.place(0)
+    _report_end(launcher, status, (place.fit, place.step))
     for thread in threads:
         thread.join()
     for each in launcher.sockets.values():
@@ -103,8 +105,8 @@ def work(
         raise Restart(f"rank {rank} starts again")
 
 
-def _report_end(launcher: LauncherConnections, status: int) -> None:
-    """Report the exit status of the process, after the launcher has read all of its output. Without the wait the status
+def _report_end(launcher: LauncherConnections, status: int, place: tuple[int, int]) -> None:
+    """Report the exit status of the process and where it was, after the launcher has read all of its output. Without the wait the status
     could arrive first, because it is sent on another connection."""
     for kind in STREAMS:
         launcher.sockets[kind].shutdown(
@@ -114,7 +116,7 @@ def _report_end(launcher: LauncherConnections, status: int) -> None:
         launcher.sockets[kind].settimeout(_READ_S)
         with contextlib.suppress(OSError):
             launcher.sockets[kind].recv(1)  # the launcher closes a stream after reading it to the end
-    launcher.send(status=status)
+    launcher.send(status=status, place=place)
 
 
 class _Commands:
@@ -149,18 +151,24 @@ class _Commands:
 
 def _start(
     worker_config: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]
-) -> subprocess.Popen[bytes]:
-    """Start the training process. It inherits `streams` and reads everything else from its standard input."""
+) -> tuple[subprocess.Popen[bytes], Board]:
+    """Start the training process, and return it with the memory in which it says where it is.
+
+    It inherits `streams` and reads everything else from its standard input.
+    """
     # The request has the processes that the nodes of this attempt have, not those that were asked for.
     request, fds = {**worker_config["request"], **start["processes"]}, [stream.fileno() for stream in streams]
-    with tempfile.TemporaryFile() as payload:
+    with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as memory:
+        memory.truncate(SLOT_BYTES)
+        inherited, board = memory.fileno(), Board(1, memory.fileno())
         if worker_config["payload"] is not None:
             payload.write(worker_config["payload"])
             payload.flush()
             request["payload"] = f"/proc/self/fd/{payload.fileno()}"
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("process.py")), str(os.getpid())],
-            cwd=_working_dir(worker_config["cwd"]), stdin=subprocess.PIPE, pass_fds=[*fds, payload.fileno()], start_new_session=True,
+            cwd=_working_dir(worker_config["cwd"]), stdin=subprocess.PIPE, pass_fds=[*fds, payload.fileno(), memory.fileno()],
+            start_new_session=True,
         )  # fmt: skip
     assert process.stdin is not None
     with process.stdin:
@@ -169,8 +177,9 @@ def _start(
             **start["environ"],
             VARIABLE: worker_config["secret"],
         }  # the key with which workers sign messages in their store
-        process.stdin.write(json.dumps({"request": request, "fds": fds, **start, "environ": environ}).encode())
-    return process
+        message = {"request": request, "fds": fds, "memory": inherited, **start, "environ": environ}
+        process.stdin.write(json.dumps(message).encode())
+    return process, board
 
 
 def _working_dir(of_launcher: str) -> str:

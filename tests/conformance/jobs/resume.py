@@ -4,7 +4,8 @@
 
 FAULTS is a JSON list; the n-th is armed in the n-th attempt (those before it are over). Each is [kind, number, rank]:
 "step" kills after that update, "validation" at that validation sample, "data" at that training sample, "save" at that
-fsync of the attempt. "launcher-step" and so on strike the launcher instead of the rank, "TERM-step" sends SIGTERM.
+fsync of the attempt, "forward" in that training step. "launcher-step" and so on strike the launcher instead of the rank,
+"TERM-step" sends SIGTERM, and "loop-step" loops for ever.
 OUT gets `samples-RANK.jsonl`, for each update the samples that this rank used, and `faults.txt`, when they struck.
 """
 
@@ -38,7 +39,7 @@ class Armed:
         kind, self.number, rank = FAULTS[attempt] if attempt < len(FAULTS) else ("", 0, -1)
         *whom, self.kind = kind.split("-")
         self.is_mine = rank == RANK
-        self.to_launcher = "launcher" in whom
+        self.to_launcher, self.loops = "launcher" in whom, "loop" in whom
         self.signum = next((getattr(signal, f"SIG{name}") for name in whom if name.isupper()), signal.SIGKILL)
         self.counts = {}
 
@@ -50,6 +51,8 @@ class Armed:
         if self.counts[kind] == self.number:
             with (OUT / "faults.txt").open("a") as file:
                 file.write(f"{time.time()}\n")
+            while self.loops:
+                time.sleep(0.01)
             os.kill(LAUNCHER if self.to_launcher else MAIN, self.signum)
             if self.to_launcher and self.signum == signal.SIGKILL:
                 signal.pause()
@@ -97,6 +100,7 @@ def step(model, batch):
     if model.training:
         Watch.used += index.tolist()
         time.sleep(SLOW)
+        armed.pass_("forward")
     return torch.nn.functional.cross_entropy(model(x), y)
 
 

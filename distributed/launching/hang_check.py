@@ -1,0 +1,108 @@
+"""Look for a worker of this node that hangs: name it, and keep the stacks of all workers in the run directory."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from distributed.launching.causes import Failure
+from distributed.launching.hangs import HangWatch, Suspects, culprit
+from distributed.launching.pulse import Board, Place
+from distributed.launching.request import LaunchRequest
+from distributed.launching.stacks import collect, place_in_script, seen_from_outside, waits, why_silent
+from distributed.loggers.console import Display
+from distributed.runs.directory import RunDirectory
+
+
+class HangCheck:
+    """Check the workers of each attempt of this node.
+
+    Args:
+        request: the request, which has `hang_timeout`.
+        run: the run directory, in which the stacks are kept.
+        display: shows that workers stand still without a cause on this node.
+        board: what the workers say.
+        node: the name of this node, if there are several.
+        ask: asks all workers for their stacks.
+    """
+
+    def __init__(
+        self, request: LaunchRequest, run: RunDirectory, display: Display, board: Board, node: str, ask: Callable[[], None]
+    ) -> None:  # fmt: skip
+        self._request, self._run, self._display, self._board, self._ask = request, run, display, board, ask
+        self._node = f" on {node}" if node else ""
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an attempt."""
+        self._watch = HangWatch(self._request.hang_timeout or 0.0)
+        self._looked = time.monotonic()
+        self._undecided = -1  # count of the place at which workers stood still without a cause on this node
+
+    def find(self, ranks: Mapping[int, int]) -> Failure | None:
+        """Return the failure of a worker that hangs, or None. `ranks` has the ranks of the workers to look at, by local rank."""
+        if not self._request.hang_timeout:
+            return None
+        now = time.monotonic()
+        # This process may have been stopped together with the workers, and did not watch them in that time.
+        seconds = min(now - self._looked, 2 * self._request.monitor_interval + 1.0)
+        self._looked = now
+        places = {index: self._board.place(index) for index in ranks}
+        suspects = self._watch.look(places, seconds)
+        if suspects is None or suspects.place.beats == self._undecided:
+            return None
+        return self._judge(suspects, ranks, f"hang_timeout={self._request.hang_timeout:g}")
+
+    def find_late(self, ranks: Mapping[int, int]) -> Failure | None:
+        """Return the failure of a worker for which others have waited for `timeout_s` in vain, or None."""
+        limit_s = self._request.timeout_s
+        suspects = self._watch.standing(ranks, limit_s) if self._request.hang_timeout else None
+        if suspects is None:
+            return None
+        return self._judge(suspects, ranks, f"timeout_s={suspects.place.timeout_s or limit_s:g}")
+
+    def _judge(self, suspects: Suspects, ranks: Mapping[int, int], limit: str) -> Failure | None:
+        """Ask for the stacks, keep them, and name the worker that hangs. `limit` is the setting that it has exceeded."""
+        places = {index: self._board.place(index) for index in ranks}
+        stacks = collect(self._board, {index: place.pid for index, place in places.items()}, self._ask)
+        kept = f"stacks are in {self._keep(stacks, places, ranks)}"
+        silent = [index for index, text in stacks.items() if not text]
+        waiting, is_alone = [index for index, text in stacks.items() if waits(text)], self._request.num_nodes == 1
+        where = f"{suspects.place.words}: no progress for {suspects.still_s:.0f} s ({limit})"
+        found = culprit(suspects, silent, waiting, is_alone=is_alone)
+        if found is not None:
+            script = place_in_script(stacks[found])
+            why = why_silent(places[found].pid) or (script and f"it is at {script}")
+            text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
+            return _failure(ranks[found], text, suspects.place)
+        names, is_one = ", ".join(str(ranks[index]) for index in suspects.keys), len(suspects.keys) == 1
+        stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
+        if is_alone:
+            text = f"{stand}, and none of them could be singled out as the cause; {kept}"
+            return _failure(ranks[suspects.keys[0]], text, suspects.place)
+        self._undecided = suspects.place.beats
+        text = f"{stand}, perhaps because of a rank on another node; {kept}"
+        self._display.handle({"kind": "notice", "text": text})
+        return None
+
+    def _keep(self, stacks: Mapping[int, str], places: Mapping[int, Place], ranks: Mapping[int, int]) -> Path:
+        """Write the stacks of each rank into a new directory of the run, and return the directory."""
+        directory = self._run.logs / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
+        with contextlib.suppress(OSError):  # with a full disk, the hang is still named
+            directory.mkdir(parents=True, exist_ok=True)
+            for index, text in stacks.items():
+                head = f"rank {ranks[index]}{self._node}, process {places[index].pid}: {places[index].words}\n\n"
+                (directory / f"rank-{ranks[index]}.txt").write_text(head + (text or _instead(places[index].pid)))
+        return directory
+
+
+def _failure(rank: int, text: str, place: Place) -> Failure:
+    return Failure(rank, "hang", time.time(), message=text, place=(place.fit, place.step))
+
+
+def _instead(pid: int) -> str:
+    """Return the text in the place of the stacks of a process that has not answered."""
+    more = seen_from_outside(pid) or "py-spy (pip install py-spy) may show its stacks from outside.\n"
+    return f"The process did not answer: {why_silent(pid) or 'the reason is not known'}.\n\n{more}"

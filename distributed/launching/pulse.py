@@ -1,0 +1,189 @@
+"""Memory that a worker shares with its launcher, in which the worker says where it is in training.
+
+A worker only writes a few integers: no system call, no lock, no collective. The launcher reads them while the worker runs, and also
+after its end. Imports no framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import tempfile
+from collections.abc import Iterator
+
+
+class Phase(enum.IntEnum):
+    """What a worker does."""
+
+    SCRIPT = 0  # outside of a fit
+    START = 1
+    DATA = 2
+    TRAINING = 3
+    CALLBACKS = 4
+    VALIDATION = 5
+    SAVING = 6
+    END = 7
+
+    @property
+    def words(self) -> str:
+        """The phase as messages name it."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Phase.SCRIPT: "outside of a fit", Phase.START: "start of the fit", Phase.DATA: "reading data", Phase.TRAINING: "training",
+    Phase.CALLBACKS: "callbacks", Phase.VALIDATION: "validation", Phase.SAVING: "saving a checkpoint", Phase.END: "end of the fit",
+}  # fmt: skip
+
+# The integers of a worker. The first one counts all changes: ranks that do the same have the same count.
+_BEATS, _STEP, _PHASE, _IS_SLOW, _FIT, _FIRST, _COMPILES, _TIMEOUT_MS, _PID = range(9)
+SLOT_BYTES = 9 * 8
+_CHANGE = struct.Struct("4q")  # the first four
+_MOST_BEATS = 1 << 40  # in a fit
+_NUM_FRESH = 2  # updates of a fit that may take longer than later ones: buffers are made, processes of loaders start
+STACKS_SIGNAL = signal.SIGQUIT  # makes a worker write the stacks of its threads
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a worker is.
+
+    Attributes:
+        beats: how often the worker has said where it is, in all fits. It is higher the further the worker is.
+        fit: the number of fits that the worker has begun.
+        step: the update that it makes or has just made, from 1, or 0 before the first one.
+        phase: what it does.
+        is_slow: whether this may take much longer than a part of an update usually takes.
+        timeout_s: how long the worker waits in a collective, or 0 if it has not said so yet.
+        pid: the process id.
+    """
+
+    beats: int
+    fit: int
+    step: int
+    phase: Phase
+    is_slow: bool
+    timeout_s: float
+    pid: int
+
+    @property
+    def words(self) -> str:
+        """The place as messages name it."""
+        return f"in step {self.step} ({self.phase.words})" if self.step else f"before step 1 ({self.phase.words})"
+
+
+class Pulse:
+    """The side of a worker. Without a launcher that reads it, the memory is the worker's own."""
+
+    def __init__(self) -> None:
+        self._slot = memoryview(bytearray(SLOT_BYTES)).cast("q")
+        self._beats = 0
+
+    def attach(self, slot: memoryview) -> None:
+        """Write into the shared memory `slot` from now on."""
+        self._slot = slot
+        slot[_PID] = os.getpid()
+
+    @contextlib.contextmanager
+    def fit(self) -> Iterator[None]:
+        """Return a block that opens and runs a fit."""
+        slot = self._slot
+        slot[_FIT] += 1
+        slot[_FIRST] = slot[_COMPILES] = slot[_TIMEOUT_MS] = 0
+        self._beats = slot[_FIT] * _MOST_BEATS  # the same on all ranks, whatever they have done before
+        self.mark(Phase.START, 0, is_slow=True)
+        try:
+            yield
+        finally:
+            self.mark(Phase.SCRIPT, slot[_STEP])
+
+    def begin(self, step: int, *, compiles: bool, timeout_s: float) -> None:
+        """Say that training begins after `step` updates, whether any update may compile the model again, and how long ranks wait."""
+        self._slot[_FIRST], self._slot[_COMPILES], self._slot[_TIMEOUT_MS] = step, compiles, int(1000 * timeout_s)
+        self.mark(Phase.START, step, is_slow=True)
+
+    def mark(self, phase: Phase, step: int, *, is_slow: bool = False) -> None:
+        """Say what this rank does. Every rank must say the same in the same order, because the launcher compares their counts.
+
+        Args:
+            phase: what the rank does from now on.
+            step: the update that it makes or has just made, from 1.
+            is_slow: whether this may take much longer than a part of an update usually takes.
+        """
+        self._beats += 1
+        _CHANGE.pack_into(self._slot, 0, self._beats, step, phase, is_slow)
+
+    @property
+    def place(self) -> Place:
+        """Where this process is."""
+        return place_in(self._slot)
+
+
+class Board:
+    """Shared memory with the places of workers, and files for their stacks.
+
+    Args:
+        num_workers: the number of workers.
+        fd: a file of `num_workers * SLOT_BYTES` bytes that holds the memory. Without it, processes that are forked later share the
+            memory, and the workers can write their stacks.
+    """
+
+    def __init__(self, num_workers: int, fd: int = -1) -> None:
+        self._memory = mmap.mmap(fd, num_workers * SLOT_BYTES)
+        self._slots = memoryview(self._memory).cast("q")
+        self._stacks = [_unnamed_file() for _ in range(num_workers)] if fd == -1 else []
+
+    def join(self, index: int) -> None:
+        """Make this process the worker `index`: let it say where it is, and write its stacks when it is asked for them."""
+        _pulse.attach(self._slot(index))
+        if self._stacks:
+            faulthandler.register(STACKS_SIGNAL, self._stacks[index], all_threads=True)
+
+    def _slot(self, index: int) -> memoryview:
+        size = SLOT_BYTES // 8
+        return self._slots[index * size : (index + 1) * size]
+
+    def place(self, index: int) -> Place:
+        """Return where a worker is, or was when it ended."""
+        return place_in(self._slot(index))
+
+    def clear(self) -> None:
+        """Forget all workers, before the next ones start."""
+        self._memory[:] = bytes(len(self._memory))
+
+    def stacks_size(self, index: int) -> int:
+        """Return how many bytes of stacks a worker has written so far."""
+        return os.fstat(self._stacks[index]).st_size
+
+    def stacks(self, index: int, begin: int) -> str:
+        """Return the stacks that a worker has written from byte `begin` on."""
+        fd = self._stacks[index]
+        return os.pread(fd, max(0, self.stacks_size(index) - begin), begin).decode(errors="replace")
+
+
+def _unnamed_file() -> int:
+    """Return the descriptor of a new file without a name."""
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def place_in(slot: memoryview) -> Place:
+    """Return the place that a worker has written into `slot`."""
+    beats, step, phase, is_slow, fit, first, compiles, timeout_ms, pid = slot.tolist()
+    is_fresh = step - first <= _NUM_FRESH
+    is_compiling = compiles and phase == Phase.TRAINING
+    return Place(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), timeout_ms / 1000, pid)
+
+
+_pulse = Pulse()
+
+
+def pulse() -> Pulse:
+    """Return the pulse of this process."""
+    return _pulse

@@ -1,0 +1,93 @@
+"""Ask the workers of a node for the stacks of their threads, and read from these stacks where a worker is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from distributed.config.registry import REGISTRY
+from distributed.launching.causes import is_ours, is_users
+from distributed.launching.pulse import Board
+
+_ANSWER_S = 3.0  # time for a worker to answer
+_PY_SPY_S = 5.0
+_POLL_S = 0.05
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_STDLIB = (sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib/python")
+# The states of a process that cannot answer, as /proc has them. It may leave the last one at any moment.
+_STOPPED = ("T", "t")
+_STATES = {
+    "T": "it is stopped (SIGSTOP)",
+    "t": "a debugger has stopped it",
+    "D": "it waits for a device or a file system",
+}
+
+
+def collect(board: Board, pids: Mapping[int, int], ask: Callable[[], None]) -> dict[int, str]:
+    """Return the stacks of workers, "" for those that do not answer. `pids` has their process ids, and `ask` sends the request."""
+    before = {index: board.stacks_size(index) for index in pids}
+    ask()
+    sizes, deadline = dict(before), time.monotonic() + _ANSWER_S
+    while time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        now = {index: board.stacks_size(index) for index in pids}
+        # A stack is complete when it has not grown since the last look.
+        if all(before[i] < now[i] == sizes[i] or _state_of(pids[i]) in _STOPPED for i in pids):
+            break
+        sizes = now
+    return {index: board.stacks(index, begin) for index, begin in before.items()}
+
+
+def why_silent(pid: int) -> str:
+    """Return why a process cannot answer, or "" if it can or if that is not known."""
+    return _STATES.get(_state_of(pid), "")
+
+
+def _state_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""
+
+
+def seen_from_outside(pid: int) -> str:
+    """Return the stacks of a process that does not answer, as py-spy shows them, or "" if it is not installed or may not."""
+    found = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    if found is None:
+        return ""
+    command = [found, "dump", "--nonblocking", "--pid", str(pid)]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
+        return done.stdout if done.returncode == 0 else ""
+    return ""
+
+
+def place_in_script(stacks: str) -> str:
+    """Return the file, the line and the function of the user's code in which the main thread is, or ""."""
+    found = next((frame for frame in _frames(stacks) if is_users(frame[0])), None)
+    return "" if found is None else f"{found[0]}, line {found[1]}, in {found[2]}"
+
+
+def waits(stacks: str) -> bool:
+    """Return whether the main thread waits for other ranks: in a library's code for that, or in this package itself."""
+    inside = list(itertools.takewhile(lambda frame: not is_users(frame[0]), _frames(stacks)))
+    files = [part for entry in REGISTRY.values() for part in entry.waits_in]
+    return bool(inside) and (is_ours(inside[0][0]) or any(part in name for name, _, _ in inside for part in files))
+
+
+def _frames(stacks: str) -> list[tuple[str, str, str]]:
+    """Return file, line and function of each frame of the main thread, innermost first, without those of Python's own library."""
+    main = stacks.rpartition("hread 0x")[2]  # faulthandler writes the main thread last
+    frames: list[tuple[str, str, str]] = _FRAME.findall(main)
+    return [frame for frame in frames if not frame[0].startswith("<") and not _is_pythons(frame[0])]
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith(_STDLIB) and "-packages" not in name

@@ -1,0 +1,335 @@
+"""Which worker hangs and when, decided from what workers say, and where a worker is, read from its stacks."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+
+from distributed.launching import hang_check
+from distributed.launching.causes import Failure
+from distributed.launching.hang_check import HangCheck
+from distributed.launching.hangs import HangWatch, Suspects, culprit
+from distributed.launching.pulse import Board, Phase, Place, Pulse, place_in
+from distributed.launching.request import LaunchRequest
+from distributed.launching.stacks import place_in_script, waits
+from distributed.launching.verdicts import Verdict, Verdicts
+from distributed.loggers.console import Display
+from distributed.runs.directory import RunDirectory
+
+TRAINING, CALLBACKS, DATA = Phase.TRAINING, Phase.CALLBACKS, Phase.DATA
+
+
+def at(beats, step, phase=TRAINING, *, is_slow=False, fit=1, timeout_s=0.0):
+    return Place(beats, fit, step, phase, is_slow, timeout_s, 0)
+
+
+def watched(watch, seconds, places, poll_s=0.1):
+    """Return what the watch says after it has looked at workers that stand at `places` for `seconds`."""
+    found = watch.look(places, 0.0)
+    for _ in range(round(seconds / poll_s)):
+        found = watch.look(places, poll_s)
+    return found
+
+
+def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it():
+    watch = HangWatch(3.0)
+    places = {0: at(31, 8), 1: at(28, 7, CALLBACKS), 2: at(31, 8)}
+    assert watched(watch, 2.9, places) is None
+    found = watched(watch, 0.2, places)
+    assert found.keys == (1,) and found.are_behind and found.place.words == "in step 7 (callbacks)"
+    assert found.still_s == pytest.approx(3.1)
+
+
+def test_ranks_at_the_same_place_are_all_suspects():
+    found = watched(HangWatch(3.0), 3.1, {0: at(31, 8), 1: at(31, 8)})
+    assert found.keys == (0, 1) and not found.are_behind
+
+
+def test_a_rank_that_moves_is_not_named_nor_those_that_wait_for_it():
+    """Rank 1 validates alone for a minute, while rank 0 waits for it in the next update."""
+    watch = HangWatch(3.0)
+    for beat in range(60):
+        assert watched(watch, 1.0, {0: at(900, 9), 1: at(100 + beat, 8, Phase.VALIDATION, is_slow=True)}) is None
+
+
+@pytest.mark.parametrize("phase", [Phase.START, Phase.VALIDATION, Phase.SAVING, Phase.END])
+def test_what_is_slow_by_its_nature_may_take_ten_times_as_long(phase):
+    watch, places = HangWatch(3.0), {0: at(31, 8, phase, is_slow=True), 1: at(31, 8, phase, is_slow=True)}
+    assert watched(watch, 29.0, places) is None
+    assert watched(watch, 2.0, places).keys == (0, 1)
+
+
+def test_nothing_hangs_outside_of_a_fit_nor_the_ranks_that_wait_for_a_script():
+    assert watched(HangWatch(1.0), 1000, {0: at(31, 8, Phase.SCRIPT), 1: at(40, 8)}, poll_s=1.0) is None
+    assert watched(HangWatch(1.0), 1000, {0: at(0, 0, Phase.SCRIPT, fit=0)}, poll_s=1.0) is None
+    assert HangWatch(1.0).look({}, 5.0) is None  # all workers have ended
+
+
+def test_an_update_that_takes_three_times_as_long_as_the_others_is_no_hang():
+    watch = HangWatch(2.0)
+    for step in range(10, 20):
+        watched(watch, 1.5, {0: at(3 * step, step)})
+    assert watched(watch, 4.5, {0: at(60, 20)}) is None
+    assert watched(watch, 4.0, {0: at(60, 20)}).keys == (0,)
+
+
+def test_saves_between_updates_do_not_make_the_limit_longer():
+    watch = HangWatch(2.0)
+    for step in range(10, 30):
+        watched(watch, 0.2, {0: at(3 * step, step)})
+        if step % 10 == 0:
+            watched(watch, 15.0, {0: at(3 * step + 1, step, Phase.SAVING, is_slow=True)})
+    assert watched(watch, 2.2, {0: at(100, 30)}).keys == (0,)
+
+
+ALL, ONE = Suspects((0, 1, 2), at(31, 8), 3.0, False), Suspects((2,), at(31, 8), 3.0, True)
+
+
+@pytest.mark.parametrize(
+    ("suspects", "silent", "waiting", "is_alone", "found"),
+    [
+        (ONE, [], [2], True, 2),  # it is behind
+        (ONE, [], [2], False, 2),
+        (ALL, [1], [2], True, 1),  # it is stopped, and rank 0 may be in the middle of a call
+        (ALL, [1, 2], [], True, 1),
+        (ALL, [], [1, 2], True, 0),
+        (ALL, [], [0, 1], False, 2),
+        (ALL, [], [2], True, None),
+        (ALL, [], [0, 1, 2], True, None),
+        (ALL, [], [0, 1, 2], False, None),  # they may wait for another node
+        (Suspects((0,), at(31, 8), 3.0, False), [], [0], True, 0),  # the only rank
+        (Suspects((0,), at(31, 8), 3.0, False), [], [0], False, None),  # the only rank of this node
+        (Suspects((0,), at(31, 8), 3.0, False), [], [], False, 0),
+        (ONE, [0], [2], True, 2),  # rank 0 is further
+    ],
+)
+def test_one_rank_is_singled_out_if_something_sets_it_apart(suspects, silent, waiting, is_alone, found):
+    assert culprit(suspects, silent, waiting, is_alone=is_alone) == found
+
+
+def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
+    watch = HangWatch(60.0)
+    watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, Phase.SAVING, is_slow=True), 2: at(31, 8)})
+    found = watch.standing([1, 2], 2.0)
+    assert found.keys == (1,) and found.are_behind
+    assert watch.standing([2], 2.0).keys == (2,) and not watch.standing([2], 2.0).are_behind  # it may have waited too
+    watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, timeout_s=2.0), 2: at(31, 8)})
+    assert watch.standing([1, 2], 300.0).keys == (1,)  # the script has set another limit
+    assert watch.standing([2], 300.0) is None and watch.standing([], 0.0) is None
+
+
+# ------------------------------------------------------------------ what a worker says
+
+
+def test_the_launcher_reads_what_the_worker_writes():
+    board, pulse = Board(2), Pulse()
+    pulse.attach(board._slot(1))
+    assert (board.place(1).pid, board.place(1).fit) == (os.getpid(), 0)
+    with pulse.fit():
+        assert (board.place(1).fit, board.place(1).phase, board.place(1).is_slow) == (1, Phase.START, True)
+        pulse.begin(6, compiles=False, timeout_s=2.5)
+        for step, is_slow in ((7, True), (8, True), (9, False)):
+            pulse.mark(TRAINING, step)
+            assert (board.place(1).step, board.place(1).is_slow) == (step, is_slow)
+        assert board.place(1).timeout_s == 2.5
+        before = board.place(1).beats
+        pulse.mark(Phase.SAVING, 9, is_slow=True)
+        assert board.place(1).beats == before + 1 and board.place(1).is_slow
+    assert (board.place(1).phase, board.place(1).step) == (Phase.SCRIPT, 9)
+    assert board.place(0) == place_in(memoryview(bytes(72)).cast("q"))  # the other worker has said nothing
+    board.clear()
+    assert board.place(1) == board.place(0)
+
+
+def test_with_compile_any_update_may_compile_again():
+    pulse = Pulse()
+    with pulse.fit():
+        pulse.begin(0, compiles=True, timeout_s=2.5)
+        pulse.mark(TRAINING, 50)
+        assert pulse.place.is_slow
+        pulse.mark(DATA, 51)
+        assert not pulse.place.is_slow
+
+
+# ------------------------------------------------------------------ stacks
+
+
+def stacks_of(act):
+    """Return the stacks of this process as `act` calls the function that it is given."""
+    with tempfile.TemporaryFile() as file:
+        act(lambda *_: faulthandler.dump_traceback(file, all_threads=True))
+        return os.pread(file.fileno(), 1 << 16, 0).decode()
+
+
+def main_thread(*files):
+    lines = "".join(f'  File "{name}", line 9 in step\n' for name in files)
+    other = 'Thread 0x00007e (most recent call first):\n  File "/home/me/other.py", line 3 in loop\n\n'
+    return f"{other}Current thread 0x00007f (most recent call first):\n{lines}"
+
+
+SCRIPT, PYTHON, PACKAGES = "/home/me/train.py", threading.__file__, Path(pytest.__file__).parents[1]
+BACKWARD, OURS = f"{PACKAGES}/torch/autograd/graph.py", hang_check.__file__
+
+
+@pytest.mark.parametrize(
+    ("files", "does_wait"),
+    [
+        ([SCRIPT, OURS, SCRIPT], False),
+        ([PYTHON, SCRIPT, OURS], False),  # a lock of the script
+        ([PYTHON, f"{PACKAGES}/requests/api.py", SCRIPT, OURS], False),
+        ([BACKWARD, f"{PACKAGES}/torch/_tensor.py", OURS, SCRIPT], True),
+        ([f"{PACKAGES}/torch/distributed/distributed_c10d.py", f"{PACKAGES}/a/b.py", SCRIPT], True),
+        ([f"{PACKAGES}/torch/nn/modules/linear.py", SCRIPT, f"{PACKAGES}/torch/distributed/x.py", OURS], False),
+        ([PYTHON, OURS, SCRIPT], True),  # for the other ranks, or for a device
+        ([f"{PACKAGES}/torch/utils/data/dataloader.py", OURS, SCRIPT], False),
+        ([], False),
+    ],
+)
+def test_a_rank_that_waits_for_others_is_told_from_one_that_hangs(files, does_wait):
+    stacks = main_thread(*files)
+    assert waits(stacks) is does_wait
+    assert place_in_script(stacks) == (f"{SCRIPT}, line 9, in step" if files else "")
+
+
+def test_stacks_are_read_as_python_writes_them():
+    stacks = stacks_of(lambda dump: dump())
+    assert not waits(stacks)
+    assert place_in_script(stacks).startswith(f"{__file__}, line ") and place_in_script(stacks).endswith(
+        ", in <lambda>"
+    )
+
+
+# ------------------------------------------------------------------ the check of an agent
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    """Return a HangCheck of two ranks, its board, its clock, and what it shows."""
+    clock, screen = [0.0], io.StringIO()
+    monkeypatch.setattr(hang_check.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(hang_check, "collect", lambda board, pids, ask: dict.fromkeys(pids, ""))
+    monkeypatch.setattr(hang_check, "seen_from_outside", lambda pid: "")
+    board = Board(2)
+
+    def make(**more):
+        request = LaunchRequest(str(tmp_path), nproc_per_node=2, **more)
+        return HangCheck(
+            request,
+            RunDirectory(tmp_path),
+            Display(screen, live=False),
+            board,
+            "node 1 (b)" * (request.num_nodes > 1),
+            lambda: None,
+        )
+
+    return make, board, clock, screen
+
+
+def stand(board, clock, found, seconds):
+    for _ in range(round(seconds / 0.1)):
+        clock[0] += 0.1
+        if (failure := found.find({0: 0, 1: 1})) is not None:
+            return failure
+    return None
+
+
+def train(board, *steps):
+    for index, step in enumerate(steps):
+        pulse = Pulse()
+        pulse._beats = 3 * step
+        pulse.attach(board._slot(index))
+        board._slot(index)[4] = 1
+        pulse.mark(TRAINING, step)
+        board._slot(index)[8] = 0
+
+
+def test_a_hang_names_rank_step_and_the_directory_with_a_file_for_each_rank(check, tmp_path):
+    make, board, clock, _ = check
+    train(board, 9, 8)
+    found = stand(board, clock, make(hang_timeout=2.0), 3)
+    (directory,) = (tmp_path / "logs").glob("stacks-*")
+    assert (found.rank, found.kind, found.place) == (1, "hang", (1, 8))
+    assert (
+        str(found)
+        == f"rank 1 hangs in step 8 (training): no progress for 2 s (hang_timeout=2); stacks are in {directory}"
+    )
+    assert {path.name for path in directory.iterdir()} == {"rank-0.txt", "rank-1.txt"}
+    assert (
+        (directory / "rank-1.txt")
+        .read_text()
+        .startswith("rank 1, process 0: in step 8 (training)\n\nThe process did not")
+    )
+
+
+@pytest.mark.parametrize("off", [None, 0.0])
+def test_without_hang_timeout_nobody_hangs(check, off):
+    make, board, clock, _ = check
+    train(board, 9, 8)
+    found = make(hang_timeout=off, timeout_s=1.0)
+    assert stand(board, clock, found, 5) is None and found.find_late({0: 0, 1: 1}) is None
+
+
+def test_the_time_in_which_the_agent_itself_was_stopped_does_not_count(check):
+    make, board, clock, _ = check
+    train(board, 9, 8)
+    found = make(hang_timeout=10.0)
+    stand(board, clock, found, 1)
+    clock[0] += 3600  # the machine or the container was paused
+    assert stand(board, clock, found, 5) is None
+
+
+def test_ranks_that_may_wait_for_another_node_are_shown_once_and_not_ended(check, monkeypatch):
+    make, board, clock, screen = check
+    monkeypatch.setattr(hang_check, "collect", lambda board, pids, ask: dict.fromkeys(pids, "Thread 0x1\n"))
+    train(board, 9, 9)
+    found = make(hang_timeout=2.0, num_nodes=2, node_rank=1)
+    assert stand(board, clock, found, 10) is None
+    assert (
+        screen.getvalue().count("ranks 0, 1 on node 1 (b) stand still in step 9 (training): no progress for 2 s") == 1
+    )
+    assert "perhaps because of a rank on another node" in screen.getvalue()
+
+
+def test_a_hang_restarts_the_run_and_is_the_cause_if_no_restart_is_left(tmp_path, capsys):
+    run = RunDirectory(tmp_path)
+    found = Verdicts(LaunchRequest(str(tmp_path), max_restarts=1), run, Display(io.StringIO(), live=False))
+    for left, verdict in ((1, Verdict.RESTART), (0, Verdict.OVER)):
+        found.begin({0: 0, 1: 1}, 1 - left)
+        assert found.watched == {0: 0, 1: 1}
+        found.blame(Failure(1, "hang", 1.0, message="rank 1 hangs in step 8", place=(1, 8 - left)))
+        assert found.watched == {0: 0}
+        assert found.judge(left) is verdict
+        found.add({"op": "exit", "local_rank": 1, "status": -9, "time": 2.0})
+    found.show_end(1)
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "warning: rank 1 hangs in step 8: restarting (1 of 1)"
+    assert said[-1] == "error: rank 1 hangs in step 8; no restart is left (max_restarts=1)"
+
+
+def test_the_rank_that_stood_still_is_the_cause_and_not_the_one_that_waited_for_it(tmp_path):
+    found = Verdicts(LaunchRequest(str(tmp_path)), RunDirectory(tmp_path), Display(io.StringIO(), live=False))
+    found.begin({0: 0, 1: 1}, 0)
+    hang = Failure(1, "hang", 1.0, message="rank 1 hangs")
+    found.find_hang = lambda: hang
+    lost = {
+        "op": "event", "kind": "error", "rank": 0, "message": "Timed out waiting 300000ms for recv", "type": "RuntimeError",
+        "traceback": "", "exit_code": 1, "is_message_enough": False, "time": 5.0, "place": [1, 9],
+    }  # fmt: skip
+    found.add({**lost})
+    assert found.judge(3) is Verdict.RESTART and found.cause is hang
+    found.begin({0: 0, 1: 1}, 1)
+    found.add({**lost, "message": "a real error", "type": "ValueError"})
+    assert found.judge(2) is Verdict.OVER and found.cause.type == "ValueError"
+
+
+def test_nobody_is_watched_while_the_workers_save_and_end(tmp_path):
+    found = Verdicts(LaunchRequest(str(tmp_path)), RunDirectory(tmp_path), Display(io.StringIO(), live=False))
+    found.begin({0: 0, 1: 1}, 0)
+    found.add({"op": "stop", "signum": 15, "is_first": True, "interrupts": 0, "is_starting": False})
+    assert found.watched == {}
