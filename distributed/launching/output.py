@@ -147,6 +147,8 @@ class WorkerOutput:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
             return False
+        except OSError:  # a connection to another machine that is gone, such as one of a Ray cluster
+            data = b""
         if not data:
             self._end(fd)
             return False
