@@ -128,7 +128,7 @@ def test_a_run_ends_although_the_storage_has_gone(start, tmp_path, s3, clean):
 
     s3.after_write = lambda number: gone(number) if number == 10 else None
     argv = [sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [], "--checkpoint-dir", ADDRESS)]
-    run = start(argv, env=s3.env)
+    run = start(argv, env=s3.env, fresh=True)  # whose command line is not that of a process that was forked
     done = run.finish()
     assert "distributed" in commands[0]
     assert not any(s3.env[name] in commands[0] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
