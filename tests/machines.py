@@ -7,6 +7,7 @@ installer writes it, unless `are_names_loopback` is false.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -55,9 +56,10 @@ class Machines:
         return ["nsenter", "--target", str(self._holders[-1].pid), "--net", *what.split()]
 
     @staticmethod
-    def _run(argv: list[str] | str) -> None:
+    def _run(argv: list[str] | str) -> str:
         done = subprocess.run(argv.split() if isinstance(argv, str) else argv, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+        return done.stdout
 
     def on(self, number: int) -> list[str]:
         """Return the beginning of a command that runs on a machine, in its own directory."""
@@ -97,13 +99,27 @@ class Machines:
         for rule in (
             "add table inet t",
             "add chain inet t o { type filter hook output priority 0 ; }",
-            f"add rule inet t o oif eth0 numgen random mod 100 < {percent} drop",
+            f"add rule inet t o oif eth0 numgen random mod 100 < {percent} counter drop",
         ):
             self._run([*self.on(number), "nft", rule])
+
+    def num_lost(self, number: int) -> int:
+        """Return how many packets `lose` has dropped on a machine."""
+        (packets,) = re.findall(
+            r"counter packets (\d+) ", self._run([*self.on(number), "nft", "list", "table", "inet", "t"])
+        )
+        return int(packets)
 
     def limit(self, number: int, rate: str) -> None:
         """Limit what a machine sends, for example to 2mbit."""
         self._run([*self.on(number), *f"tc qdisc add dev eth0 root tbf rate {rate} burst 32kbit latency 400ms".split()])
+
+    def num_delayed(self, number: int) -> int:
+        """Return how often `limit` has made a packet of a machine wait, or dropped it."""
+        (times,) = re.findall(
+            r"overlimits (\d+) ", self._run([*self.on(number), *["tc", "-s", "qdisc", "show", "dev", "eth0"]])
+        )
+        return int(times)
 
     def close(self) -> None:
         """End the namespaces."""

@@ -144,7 +144,10 @@ def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
     once: Annotated[bool, typer.Option("--once", help="print the state and leave, also while the run goes on")] = False,
 ) -> None:
-    """Show the state of a run and follow it to its end, on any machine that sees its directory. Ctrl-C stops following."""
+    """Show the state of a run and follow it to its end, on any machine that sees its directory. Ctrl-C stops following.
+
+    On a node that does not share the directory of node 0, show what this node knows: its workers, failures and saves.
+    """
     refuse_address(run, "'distributed status'")
     state = read_state_of(run)
     for line in _lines_of(state):
@@ -217,13 +220,16 @@ def _age(seconds: float) -> str:
 
 def _lines_of(run: RunState) -> list[str]:
     where = f" on {run.host}" if run.host and not run.is_over else ""
+    ranks = ", ".join(map(str, run.ranks)) or "none yet"
     facts = {
+        "part": run.part_of and f"{run.part_of}: metrics, checkpoints and the events of all nodes are there",
         "status": run.status + where,
         "backend": run.backend,
         "processes": f"{run.world_size} on {run.num_nodes} node{'s' * (run.num_nodes > 1)}" if run.world_size else "",
-        "step": f"{run.step}, epoch {run.epoch}",
+        "logs": f"rank {ranks}, in {run.path / 'logs'}" if run.part_of else "",
+        "step": f"{run.step}, when this node last saved or ended" if run.part_of else f"{run.step}, epoch {run.epoch}",
         "best": ", ".join(f"{name} {number(value)}" for name, value in run.best.items()),
-        "checkpoint": run.checkpoint or "none",
+        "checkpoint": run.checkpoint or ("" if run.part_of else "none"),
         "restarts": str(run.restarts) if run.restarts else "",
         "began": f"{duration(time.time() - run.began)} ago",
         "changed": f"{duration(time.time() - run.changed)} ago",

@@ -82,7 +82,7 @@ class DistributedConfig:
     min_nodes: int | None = setting(None, "fewest machines with which the run goes on; num_nodes=MIN:MAX sets both (default: num_nodes)", int, minimum=1, group=RESOURCES)
     min_nproc_per_node: int | None = setting(None, "fewest processes with which a node goes on; nproc_per_node=MIN:MAX sets both (default: nproc_per_node)", int, minimum=1, group=RESOURCES)
     device: str | None = setting(None, "cuda or cpu (default: cuda if available)", str, choices=("cpu", "cuda"), group=RESOURCES)
-    node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1", minimum=0, group=RESOURCES)
+    node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1 (default: 0 on the machine of master_addr, else node 0 assigns one)", minimum=0, group=RESOURCES)
     master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
     master_port: int | None = setting(None, f"port of node 0 (default or 0: a free one, or {DEFAULT_PORT} with several nodes)", int, minimum=0, maximum=65535, group=RESOURCES)
     address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: start a new one)", str, group=RESOURCES)

@@ -26,7 +26,7 @@ Flags may stand before or after SCRIPT; everything after -- is passed to SCRIPT.
 
   --nproc_per_node N    processes per node (default: one per visible GPU, else 1)
   --nnodes N            machines (default: 1)
-  --node_rank N         this machine's number (default: 0)
+  --node_rank N         this machine's number (default: 0 on the host of node 0, else node 0 assigns one)
   --master_addr HOST    host of node 0 (default: localhost)
   --master_port PORT    port of node 0 (default: a free one; 29500 on several nodes)
   --backend NAME        transport: nccl, gloo or mpi (default: nccl on GPUs, else gloo)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +27,7 @@ from distributed.launching.causes import signal_name
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_line
+from distributed.launching.fetched_logs import fetch_logs, send_logs
 from distributed.launching.hang_check import HangCheck
 from distributed.launching.listening import loopback_environ
 from distributed.launching.node_link import NodesEndedError
@@ -258,8 +260,21 @@ class ForkAgent(SimpleElasticAgent):
 
     def _exit_barrier(self) -> None:
         """Wait for the workers of the other nodes. Raise NodesEndedError if they fail."""
-        self._rendezvous_of_nodes.finish("has finished", 1, waits=True, is_trained=self.verdicts.trains)
+        rendezvous, shared = self._rendezvous_of_nodes, self.verdicts.shared
+        with self._warned("could not be copied for node 0"):
+            send_logs(self._run, shared, rendezvous.get_run_id(), self._request.node_rank)
+        rendezvous.finish("has finished", 1, waits=True, is_trained=self.verdicts.trains)
+        if self._request.node_rank == 0:
+            with self._warned("of the other nodes could not be copied"):
+                fetch_logs(self._run, shared, rendezvous.get_run_id())
         self._end_with_another_node()
+
+    @contextlib.contextmanager
+    def _warned(self, problem: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._display.handle({"kind": "warning", "text": f"the logs {problem}: {error}"})
 
     def _is_round_wanted_elsewhere(self) -> bool:
         """If the failure of this node is a consequence, wait for its cause elsewhere, and return whether the run goes on.
@@ -336,7 +351,9 @@ def _run_to_the_end(
         agent.run()
         agent.give_up()
         return agent.verdicts.finish()
-    except NodesEndedError:
+    except NodesEndedError as error:
+        if error.exit_code and (run := RunDirectory(request.run_dir)).part_of:
+            run.event("node_failed", cause=str(error))
         raise
     except (DistributedError, OSError) as error:
         code = error.exit_code if isinstance(error, DistributedError) else 1

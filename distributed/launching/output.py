@@ -24,7 +24,7 @@ from distributed.loggers.notebook import SentBar
 from distributed.runs.directory import RunDirectory
 
 _CHUNK = 65536
-_FOR_AGENT = {"error", "interrupted", "unshared", "trains", "saved"}
+_FOR_AGENT = {"error", "interrupted", "unshared", "trains", "saved", "shares"}
 Message = dict[str, Any]
 
 
@@ -147,6 +147,8 @@ class WorkerOutput:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
             return False
+        except OSError:  # a connection to another machine that is gone, such as one of a Ray cluster
+            data = b""
         if not data:
             self._end(fd)
             return False

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from distributed.launching.causes import Failure, root_cause, signal_name
@@ -90,6 +91,7 @@ class Verdicts:
         self.is_done = False
         self.trains = False  # whether a fit has begun in this attempt, in a run whose number of workers may change
         self.has_saved = False  # whether this attempt has saved a checkpoint
+        self.shared: Path | None = None  # a directory that all nodes share, although not the run directory
         self._is_regrouping = False  # whether the next attempt has another number of workers
         # When the first worker ended so that another number of them can start.
         self._regrouping_since: float | None = None
@@ -178,6 +180,8 @@ class Verdicts:
                 continue
             if message["kind"] in ("trains", "saved"):
                 self.trains, self.has_saved = True, self.has_saved or message["kind"] == "saved"
+            elif message["kind"] == "shares":
+                self.shared = Path(message["directory"])
             elif message["kind"] == "interrupted":
                 rank.interrupted = message["signum"]
                 if rank.interrupted == REGROUP_SIGNAL:

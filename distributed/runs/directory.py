@@ -119,10 +119,17 @@ class RunDirectory:
         self._prove_writable()
 
     def prove_part(self, whose: str) -> None:
-        """As `prove`, for the directory of a node that is not node 0, which says so unless it shares the directory of node 0."""
+        """As `prove`, for the directory of a node that is not node 0, which says so unless it shares the directory of node 0.
+
+        This process then locks the file that says so until it ends, see `part_holder`.
+        """
         self.prove()
-        if not (self.path / _LOCK).exists():
-            (self.path / _PART).write_text(f"{whose}\n")
+        if (self.path / _LOCK).exists():
+            return
+        fd = self._lock_fd = os.open(self.path / _PART, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        with contextlib.suppress(OSError):  # the launcher before may still be ending
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(fd, f"{whose}\n{_this_process()}\n".encode())
 
     @property
     def part_of(self) -> str:
@@ -130,9 +137,13 @@ class RunDirectory:
         if (self.path / _LOCK).exists():
             return ""
         try:
-            return (self.path / _PART).read_text(errors="replace").strip()
+            return (self.path / _PART).read_text(errors="replace").partition("\n")[0]
         except OSError:
             return ""
+
+    def part_holder(self) -> str:
+        """As `holder`, for the launcher of a node that is not node 0 and does not share the directory of node 0."""
+        return _holder_of(self.path / _PART)
 
     def check_idle(self) -> None:
         """Raise ResourceError if a live run holds the directory."""
@@ -172,7 +183,7 @@ class RunDirectory:
             os.close(fd)
             raise self._in_use(holder)
         os.ftruncate(fd, 0)
-        os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(fd, f"{_this_process()}\n".encode(), 0)
         self._lock_fd = fd
 
     def unlock(self) -> None:
@@ -186,18 +197,7 @@ class RunDirectory:
 
         A holder on another machine counts as long as it has not released the lock itself.
         """
-        try:
-            text = (self.path / _LOCK).read_text(errors="replace").strip()
-            inode = (self.path / _LOCK).stat().st_ino
-        except OSError:
-            return ""
-        if not re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}", text):
-            return text
-        try:
-            locked = re.findall(r"FLOCK .*:(\d+) 0 EOF", Path("/proc/locks").read_text())
-        except OSError:  # not Linux
-            return "" if _is_dead(text) else text
-        return text if str(inode) in locked else ""
+        return _holder_of(self.path / _LOCK)
 
     def live_holder(self) -> str:
         """Return who holds the lock, or "" if nobody does. Take the lock for a moment to find out."""
@@ -321,6 +321,26 @@ def last_failure_of(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the newest of `events` with the reason why workers failed or did not start, or None."""
     kinds = ("worker_failed", "node_failed", "not_started")
     return next((event for event in reversed(events) if event["event"] in kinds), None)
+
+
+def _this_process() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def _holder_of(file: Path) -> str:
+    """Return the last line of a file that a process on this machine has locked, or that one on another machine has written, else ""."""
+    try:
+        text = file.read_text(errors="replace").strip().rpartition("\n")[2]
+        inode = file.stat().st_ino
+    except OSError:
+        return ""
+    if not re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}", text):
+        return text
+    try:
+        locked = re.findall(r"FLOCK .*:(\d+) 0 EOF", Path("/proc/locks").read_text())
+    except OSError:  # not Linux
+        return "" if _is_dead(text) else text
+    return text if str(inode) in locked else ""
 
 
 def _take(fd: int) -> str:

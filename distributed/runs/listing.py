@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from distributed.runs.summary import read_result
 
 _TAIL_BYTES = 64 * 1024  # of metrics.jsonl, more than its last line
 _FILES = ("events.jsonl", "result.json", "config.yaml")
+# How a part of a run has ended, by the last event of its node.
+_ENDS = {"finished": "finished", "preempted": "interrupted", "worker_failed": "failed", "node_failed": "failed"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class RunState:
     error: str | None
     restarts: int
     host: str  # the other machine on which the run goes on, or ""
+    part_of: str = ""  # the node whose part of the run this is, such as "node 1 of a run of 10.0.0.1"; "" for the run itself
+    ranks: tuple[int, ...] = ()  # that have a log here, in a part of a run
 
     @property
     def is_over(self) -> bool:
@@ -55,10 +59,12 @@ class RunState:
 def list_runs(directory: Path) -> list[RunState]:
     """Return the runs in `directory`, the newest first, or the run that `directory` itself is.
 
-    Raises ConfigError if there is no such directory.
+    Raises ConfigError if there is no such directory, or if it is that of another node than node 0.
     """
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is not a directory: name one that holds runs")
+    if part := RunDirectory(directory).part_of:
+        raise ConfigError(f"{str(directory)!r} has the logs of {part}: ask there, or show this part with 'distributed status'")
     if _is_run(directory):
         return [read_state_of(directory)]
     runs = [path for path in directory.iterdir() if path.is_dir() and _is_run(path) and not RunDirectory(path).part_of]
@@ -67,19 +73,25 @@ def list_runs(directory: Path) -> list[RunState]:
 
 
 def read_state_of(path: Path) -> RunState:
-    """Return the state of the run in `path`. Raises ConfigError if `path` is not a run directory, or that of another node."""
+    """Return the state of the run in `path`, or what a node that is not node 0 knows of the run, if `path` is its directory.
+
+    Raises ConfigError if `path` is not a run directory.
+    """
     if not _is_run(path) and not RunDirectory(path).part_of:
         what = "does not exist" if not path.exists() else "is not a run directory"
         raise ConfigError(f"{str(path)!r} {what}: name a run, 'distributed runs' lists those in ./runs")
     run = RunDirectory(path)
-    if part := run.part_of:
-        raise ConfigError(f"{str(path)!r} has the logs of {part}: ask there")
     result, events, last = read_result(path / "result.json") or {}, run.read_events(), _last_line(run.metrics)
     times = (event.get("time") for event in events)
     began = next((time for time in times if isinstance(time, int | float)), path.stat().st_mtime)
     starts = [index for index, event in enumerate(events) if event["event"] == "started"]
     # The failure of an earlier attempt is not that of the run.
     failed, holder = last_failure_of(events[starts[-1] if starts else 0 :]) or {}, holder_of(path)
+    restarts, part = sum(event["event"] == "restarted" for event in events), run.part_of
+    if part:
+        holder = run.part_holder()
+        result = _result_of_part(events, is_running=bool(holder) and not _other_host(holder)) | result
+        restarts = int(result.get("restarts") or 0)
     return RunState(
         path=path, status=_status(result, holder), backend=str(result.get("backend") or ""), num_nodes=int(result.get("num_nodes") or 1),
         world_size=int(result.get("world_size") or 0), step=max(int(result.get("steps") or 0), int(last.get("step") or 0)),
@@ -87,8 +99,24 @@ def read_state_of(path: Path) -> RunState:
         best=_known(result.get("best_metrics")), final=_known(result.get("final_metrics")), total_time=result.get("total_time"),
         samples_per_second=result.get("samples_per_second"),
         began=began, changed=max([began, *_times(path)]), checkpoint=result.get("checkpoint"), error=result.get("error") or failed.get("cause"),
-        restarts=sum(event["event"] == "restarted" for event in events), host=_other_host(holder),
+        restarts=restarts, host=_other_host(holder), part_of=part, ranks=_ranks_of(run) if part else (),
     )  # fmt: skip
+
+
+def _result_of_part(events: Sequence[Mapping[str, Any]], *, is_running: bool) -> dict[str, Any]:
+    """Return what the journal of a node that is not node 0 tells, under the names of result.json."""
+    started: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
+    end = next((event["event"] for event in reversed(events) if event["event"] in ("started", *_ENDS)), "")
+    open_status = "running" if started else "starting"
+    return {
+        "status": open_status if is_running else _ENDS.get(end, open_status), "backend": started.get("backend"),
+        "num_nodes": started.get("num_nodes"), "world_size": started.get("world_size"), "restarts": started.get("restart_count"),
+        "steps": max((int(event.get("step") or 0) for event in events), default=0),
+    }  # fmt: skip
+
+
+def _ranks_of(run: RunDirectory) -> tuple[int, ...]:
+    return tuple(sorted(int(log.stem.removeprefix("rank-")) for log in run.logs.glob("rank-*.log")))
 
 
 def _is_run(path: Path) -> bool:

@@ -206,6 +206,10 @@ class FitSession:
         result, began = Result(run, self.setup.plan, self.context), time.monotonic() - state.total_time
         fit = Fit(state, train, validation, callbacks, opened.store, run, result, began)
         self._show_start(merged, train.batch, opened.notices, fit, resumed)
+        self._event(
+            fit, "started", backend=self.setup.plan.backend, num_nodes=self.setup.plan.num_nodes, world_size=self.context.world_size,
+            restart_count=self.setup.restart_count, batch_dependent=list(self.backend.batch_dependent),
+        )  # fmt: skip
         return fit
 
     def _configure(self, merged: MergedConfig) -> None:
@@ -246,6 +250,7 @@ class FitSession:
         self._state = state
         self._show_end(fit)
         self._deliver(fit)
+        self._offer_logs(fit)
         self._close_loggers(fit)
         if caller.error is not None:
             raise caller.error
@@ -446,8 +451,8 @@ class FitSession:
         if path is None:
             return False
         self.checkpoint = path
+        self._event(fit, "checkpoint_saved", checkpoint=path.name)
         if self.context.is_main_process:
-            fit.run.event("checkpoint_saved", step=state.step, checkpoint=path.name)
             if self.setup.is_elastic:
                 self._reporter({"kind": "saved"})
             fit.result.write("running", state, path)
@@ -476,28 +481,21 @@ class FitSession:
         lines = started_lines(self.setup.plan, self.context, batch, notices)
         fit.result.write("running", state, self.checkpoint)
         self._reporter({"kind": "started", "lines": lines})
-        fit.run.event(
-            "started", backend=self.setup.plan.backend, world_size=self.context.world_size, step=state.step,
-            restart_count=self.setup.restart_count, batch_dependent=list(self.backend.batch_dependent),
-        )  # fmt: skip
+
+    def _event(self, fit: Fit, name: str, **detail: Any) -> None:
+        """Write an event into the journal of the run, and into that of each node that has a directory of its own."""
+        is_first_of_part = self.context.local_rank == 0 and bool(fit.run.part_of)
+        if self.context.is_main_process or is_first_of_part:
+            fit.run.event(name, step=fit.state.step, **detail)
 
     def _show_end(self, fit: Fit) -> None:
-        state = fit.state
-        if not self.context.is_main_process:
+        status, event, detail = _end_of(fit.state, self.context.world_size)
+        fit.result.write(status, fit.state, self.checkpoint)
+        self._event(fit, event, **detail)
+        if not self.context.is_main_process or status == "running":
             return
-        if (
-            state.stop_reason == f"signal {int(REGROUP_SIGNAL)}"
-        ):  # the launcher starts other workers, and the run goes on
-            fit.result.write("running", state, self.checkpoint)
-            fit.run.event("regrouped", step=state.step, world_size=self.context.world_size)
-            return
-        fit.result.write("interrupted" if was_interrupted(state) else "finished", state, self.checkpoint)
-        if was_interrupted(state):
-            fit.run.event("preempted", signal=int(str(state.stop_reason).split()[1]), step=state.step)
-        else:
-            fit.run.event("finished", step=state.step, epoch=state.epoch_in_words, stop_reason=state.stop_reason)
         self._write_report(fit)
-        self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, state), *self._resume_lines(fit)]})
+        self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, fit.state), *self._resume_lines(fit)]})
 
     def _deliver(self, fit: Fit) -> None:
         """Send the result and its checkpoint to the other nodes, where the process that called `fit` reads them. A collective."""
@@ -514,6 +512,15 @@ class FitSession:
         if content is not None and not self.context.is_main_process and self.context.local_rank == 0:
             where = None if here is None else os.path.relpath(here, fit.run.path)
             write_result(fit.run.path / "result.json", {**content, "checkpoint": where})
+
+    def _offer_logs(self, fit: Fit) -> None:
+        """Tell the launcher of each node if all nodes share the user's checkpoint directory: logs go through it. A collective."""
+        channel = link()
+        is_users_own = fit.store.directory != fit.run.checkpoints
+        if channel is None or self.setup.plan.num_nodes == 1 or not is_users_own or not fit.store.is_shared():
+            return
+        if self.context.local_rank == 0:
+            channel.send({"kind": "shares", "directory": str(fit.store.directory.absolute())})
 
     def _resume_lines(self, fit: Fit) -> list[str]:
         """Return the lines that say how to resume after a signal. Return none if our launcher shows them."""
@@ -639,6 +646,15 @@ class FitSession:
             backend.prepare(without_curve(job), batch)
         backend.unwrap()
         backend.configure(merged)
+
+
+def _end_of(state: TrainState, world_size: int) -> tuple[str, str, dict[str, Any]]:
+    """Return the status that result.json gets at the end of a fit, and the event with its details."""
+    if state.stop_reason == f"signal {int(REGROUP_SIGNAL)}":  # the launcher starts other workers, and the run goes on
+        return "running", "regrouped", {"world_size": world_size}
+    if was_interrupted(state):
+        return "interrupted", "preempted", {"signal": int(str(state.stop_reason).split()[1])}
+    return "finished", "finished", {"epoch": state.epoch_in_words, "stop_reason": state.stop_reason}
 
 
 def _close_all(callbacks: Sequence[Callback]) -> None:

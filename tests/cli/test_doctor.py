@@ -111,3 +111,15 @@ def test_all_reduce_that_fails_or_hangs_is_bad(monkeypatch, probe, limit_s, deta
     monkeypatch.setattr(doctor, "PROBE_LIMIT_S", limit_s)
 
     assert doctor.check_all_reduce() == doctor.Check("all-reduce", doctor.BAD, detail)
+
+
+def test_a_node_0_that_does_not_answer_is_named(run_cli):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens
+        port = taken.getsockname()[1]
+        flags = ["--num-nodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+        done = run_cli(["doctor", *flags, "--start-timeout", "0.5"])
+
+    assert done.returncode == 3, done.output
+    assert f"error: node 0 did not answer at 127.0.0.1:{port} within 0.5 s (start_timeout)" in done.stderr
+    assert re.search(r"^bad +nodes +they did not join each other", done.stdout, re.M), done.output

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Started, needs_backend
+from tests.conftest import Started, describe, needs_backend
 from tests.machines import Machines
 
 pytestmark = pytest.mark.timeout(600)
@@ -194,11 +194,13 @@ def test_nodes_go_and_come(
         (machines.homes[rank] / "train.py").write_text(SCRIPT)
         where = ["--nnodes", "1:3", "--rdzv-endpoint", f"10.99.0.1:{PORT}", *numbered]
         own = command("--backend", backend, "--nproc-per-node", "1", "--max-restarts", "1", *where)
-        env = {"WAIT_S": "0.15", "SEEN": os.devnull, "DISTRIBUTED_TOKEN": SECRET}
+        env = {"WAIT_S": "0.15", "SEEN": os.devnull, "DISTRIBUTED_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET[::-1]}
         return start([*machines.on(rank), *own], env=env)
 
     zero, one, two = begin(0), begin(1, "--node-rank", "1"), begin(2, "--node-rank", "2")
     zero.wait_for("step 11 of 3", 120)
+    commands = describe([pid for node in (zero, one, two) for pid in node.alive()])
+    assert commands.count("--rdzv-endpoint") >= 3 and SECRET not in commands and SECRET[::-1] not in commands, commands
     two.kill()
     zero.wait_for("of 2", 30)  # the others go on within this time
     one.signal(signal.SIGTERM)

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from distributed.errors import ConfigError
-from distributed.runs.listing import list_runs, read_state_of
-from tests.conftest import Started, needs_backend, poll
+from distributed.runs.listing import list_runs
+from tests.conftest import Started, describe, needs_backend, poll
 from tests.machines import Machines
 
 pytestmark = pytest.mark.timeout(600)
@@ -166,6 +166,19 @@ class Job:
         return ended[0].stdout.split("weights ")[1].split()[0]
 
 
+def check_what_node_1_knows(job: Job, start: Callable[..., Started]) -> None:
+    """Check the state of a run that node 1 shows after a worker of that node was killed."""
+    (part,) = job.machines.homes[1].glob("runs/*")
+    count, command = len(job.nodes), [sys.executable, "-m", "distributed.cli", "status", "--once", f"runs/{part.name}"]
+    shown = start([*job.machines.on(1), *command]).finish(30).stdout
+    for line in (
+        r"part +node 1 of a run of 10\.99\.0\.1: metrics, checkpoints and the events of all nodes are there",
+        "status +finished", "backend +fsdp", rf"processes +{count} on {count} nodes", rf"logs +rank 1, in runs/{part.name}/logs",
+        "step +160, when this node last saved or ended", "restarts +1",
+    ):  # fmt: skip
+        assert re.search(rf"^  {line}$", shown, re.M), shown
+
+
 @pytest.fixture(scope="module")
 def expected(run_cli_once: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     """Return a function that returns the weights of a run on one machine with a number of processes."""
@@ -246,6 +259,7 @@ def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
     assert len(names[1]) == 1 and names[1] < names[0]
 
 
+@pytest.mark.cluster
 def test_a_killed_worker_of_another_node_goes_on_bit_for_bit(
     make_machines: Callable[[int], Machines],
     start: Callable[..., Started],
@@ -262,11 +276,12 @@ def test_a_killed_worker_of_another_node_goes_on_bit_for_bit(
     killed = rf"warning: {re.escape(failed[0]['cause'])}"  # on both consoles
     assert re.search(killed, job.text(0)) and re.search(killed, job.text(1)), job.text(0) + job.text(1)
     assert job.text(0).count("nodes: 0 (node0), 1 (node1)\n") == 1
+    (part,) = job.machines.homes[1].glob("runs/*")
     with pytest.raises(
         ConfigError, match=r"has the logs of node 1 of a run of \S+: ask there"
     ):  # it is no run of its own
-        read_state_of(next(job.machines.homes[1].glob("runs/*")))
-    assert list_runs(job.machines.homes[1] / "runs") == []
+        list_runs(part)
+    assert list_runs(part.parent) == []
 
 
 @pytest.mark.cluster
@@ -343,15 +358,22 @@ ENGINES = {
 }
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("backend", ENGINES)
-def test_every_engine_goes_on_bit_for_bit_on_two_nodes(
+@pytest.mark.parametrize(
+    ("backend", "count"),
+    [
+        ("fsdp", 2),
+        *(pytest.param(each, 2, marks=pytest.mark.cluster) for each in ENGINES if each != "fsdp"),
+        *(pytest.param(each, 3, marks=pytest.mark.cluster) for each in ENGINES if each != "horovod"),
+    ],
+)
+def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
     make_machines: Callable[..., Machines],
     start: Callable[..., Started],
     run_cli: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
+    count: int,
 ) -> None:
     needs_backend(backend)
     flags = [str(tmp_path / "shared") if each == "SHARED" else each for each in ENGINES[backend]]
@@ -360,30 +382,50 @@ def test_every_engine_goes_on_bit_for_bit_on_two_nodes(
     (tmp_path / "train.py").write_text(script)
     one = [each for each in ENGINES[backend] if each not in ("--checkpoint-dir", "SHARED")]
     alone = run_cli(
-        ["train", "--script", "train.py", "--backend", backend, "--device", "cpu", "--nproc-per-node", 2, *one],
+        ["train", "--script", "train.py", "--backend", backend, "--device", "cpu", "--nproc-per-node", count, *one],
         cwd=tmp_path,
     )
 
     job = Job(
-        make_machines(2, are_names_loopback=False), start, "--backend", backend, *flags, wait_s=0.03, script=script
+        make_machines(count, are_names_loopback=False), start, "--backend", backend, *flags, wait_s=0.03, script=script
     )
     job.until_step(40)
     os.kill(job.worker(1), signal.SIGKILL)
 
     assert job.weights() == alone.stdout.split("weights ")[1].split()[0]
     assert '"restarted"' in job._events()
+    if backend == "fsdp":  # the logs of the other nodes came through the directory of the checkpoints
+        (run,) = job.machines.homes[0].glob("runs/*")
+        for node in range(1, count):
+            (own,) = job.machines.homes[node].glob(f"runs/*/logs/rank-{node}.log")
+            assert (run / f"logs/node-{node}/rank-{node}.log").read_text() == own.read_text()
+        assert not list((tmp_path / "shared").glob(".logs-*"))
+        check_what_node_1_knows(job, start)
 
 
+@pytest.mark.parametrize(
+    ("backend", "flags"),
+    [
+        ("fsdp", []),
+        pytest.param("deepspeed", ["--set", "deepspeed.zero_stage=3"], marks=pytest.mark.cluster),
+    ],
+)
 def test_a_sharded_save_without_a_shared_directory_is_refused_before_training(
-    make_machines: Callable[..., Machines], start: Callable[..., Started]
+    make_machines: Callable[..., Machines],
+    start: Callable[..., Started],
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+    flags: list[str],
 ) -> None:
-    job = Job(make_machines(2), start, "--backend", "fsdp")
+    needs_backend(backend)
+    monkeypatch.setenv("DTYPE", "float32" if backend == "deepspeed" else "float64")
+    job = Job(make_machines(2), start, "--backend", backend, *flags)
 
     ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [2, 2]
     for each in ended:
-        assert "error: fsdp saves a part of the weights on every node, and the nodes do not share" in each.stderr
+        assert f"error: {backend} saves a part of the weights on every node, and the nodes do not share" in each.stderr
         assert "set checkpoint_dir (or --run-dir) to a directory on a file system that all nodes share" in each.stderr
     assert "step" not in ended[0].stdout
 
@@ -396,9 +438,11 @@ def test_a_killed_node_is_waited_for_and_its_replacement_goes_on_bit_for_bit(
 ) -> None:
     job = Job(make_machines(2), start, wait_s=0.03)
     job.until_step(40)
-    os.kill(job.nodes[1].pid, signal.SIGKILL)
+    killed = job.nodes[1]
+    os.kill(killed.pid, signal.SIGKILL)
     poll(lambda: "waiting 120 s for it or its replacement" in job.text(0), 20, lambda: job.text(0))
     assert "node 1 (node1, 10.99.0.2) has ended" in job.text(0)
+    poll(lambda: not killed.alive(), 10, lambda: describe(killed.alive()))
 
     job.nodes[1] = job.begin(1)
 
@@ -423,6 +467,7 @@ def test_the_end_of_node_0_is_named_on_the_others(
 
     assert ended.returncode == 1
     assert "error: node 0 (10.99.0.1) is lost: its launcher has ended" in ended.output
+    poll(lambda: not job.nodes[0].alive(), 10, lambda: describe(job.nodes[0].alive()))
 
 
 @pytest.mark.cluster
@@ -440,7 +485,6 @@ def test_twenty_seconds_without_a_link_cost_nothing_but_time(
     assert job.weights() == expected(2)
 
 
-@pytest.mark.cluster
 def test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other(
     make_machines: Callable[[int], Machines],
     start: Callable[..., Started],
@@ -452,6 +496,7 @@ def test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other(
     ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [1, 1]
+    assert "node 1 (node1, 10.99.0.2) has been silent for 10 s" in ended[0].output
     assert "error: node 1 (node1, 10.99.0.2) did not come back within 5 s (node_timeout)" in ended[0].output
     assert "error: node 0 (10.99.0.1) is lost: it did not answer for 5 s (node_timeout)" in ended[1].output
 
@@ -472,6 +517,8 @@ def test_a_bad_network_changes_no_bit(
             machines.limit(number, "2mbit")
 
     assert Job(machines, start).weights() == expected(2)
+    hindered = [machines.num_lost(each) if what == "loss" else machines.num_delayed(each) for each in (0, 1)]
+    assert min(hindered) > 5, hindered  # packets
 
 
 @pytest.mark.cluster
@@ -514,6 +561,26 @@ def test_a_wrong_address_is_named(make_machines: Callable[[int], Machines], star
     assert re.search(
         r"node 0 did not answer at 10.99.0.77:29555 within 4 s \(start_timeout\).*check master_addr", ended.output
     )
+
+
+@pytest.mark.cluster
+def test_a_port_that_is_taken_on_node_0_is_named_and_both_nodes_end(
+    make_machines: Callable[[int], Machines], start: Callable[..., Started]
+) -> None:
+    machines = make_machines(2)
+    code = f"import socket, time; taken = socket.create_server(('10.99.0.1', {PORT})); print('taken', flush=True); time.sleep(600)"
+    other = start([*machines.on(0), sys.executable, "-c", code])
+    other.wait_for("taken")
+    job = Job(machines, start, "--set", "start_timeout=8")
+
+    ended = [node.finish(40) for node in job.nodes]  # which fails if a process is left
+
+    assert [each.returncode for each in ended] == [3, 1], ended[0].output + ended[1].output
+    assert ended[0].stderr == (
+        f"error: master_port={PORT} cannot be listened on (Address already in use): name another on every node\n"
+    )
+    assert f"error: node 0 did not answer at 10.99.0.1:{PORT} within 8 s (start_timeout)" in ended[1].stderr
+    assert other.alive() and not list(machines.homes[1].glob("runs/*"))
 
 
 @pytest.mark.cluster
@@ -598,8 +665,7 @@ def test_doctor_names_the_node_that_differs(
     assert all(not list(home.glob("runs")) for home in machines.homes)
 
 
-@pytest.mark.cluster
-@pytest.mark.parametrize("verb", ["train", "doctor"])
+@pytest.mark.parametrize("verb", [pytest.param("train", marks=pytest.mark.cluster), "doctor"])
 def test_the_commands_of_the_page_run(
     make_machines: Callable[..., Machines], start: Callable[..., Started], verb: str
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -17,10 +18,12 @@ from typing import Any
 
 import pytest
 
+from distributed.runs.directory import RunDirectory
 from tests.conftest import Started, clean_environment, needs_backend, poll
 from tests.machines import Machines
 
 pytestmark = pytest.mark.timeout(800)
+ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 # The head notices within three seconds that a node does not answer.
@@ -69,6 +72,19 @@ if __name__ == "__main__":
     train(backend="ray", address="10.99.0.1:6399", nproc_per_node=2)
 """
 )
+# What stands around the sample of docs/ray.md.
+MODEL = """
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+model = torch.nn.Linear(4, 1)
+"""
+SHOW_WEIGHTS = """
+print("weights", b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()).hex())
+"""
 SHOW = """
 import os
 print("saw", *(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")))
@@ -232,8 +248,41 @@ def wait_for_step(home: Path, step: int, command: Started) -> None:
     )  # fmt: skip
 
 
+def first_save_with(home: Path, size: int) -> float:
+    """Return the time of the first checkpoint, saved every five steps, of an attempt with `size` workers, or 0.0."""
+    (path,) = home.glob("runs/*/events.jsonl")
+    workers = 0
+    for event in RunDirectory(path.parent).read_events():
+        if event["event"] == "started":
+            workers = event["world_size"]
+        if event["event"] == "checkpoint_saved" and workers == size:
+            return float(event["time"])
+    return 0.0
+
+
 def weights_of(output: str) -> str:
     return output.split("weights ")[1].split()[0]
+
+
+def test_the_sample_of_the_page_trains_on_two_nodes_as_on_one_machine(
+    ray_machines: Callable[..., RayMachines], run_python: Callable[..., Any]
+) -> None:
+    """With other numbers, and on CPUs."""
+    (sample,) = re.findall(r"^```text\n(trainer = Trainer\(.*?)^```", (ROOT / "docs/ray.md").read_text(), re.M | re.S)
+    asked = 'backend="ray", address="ray://head:10001", num_nodes=4, gpus_per_node=8'
+    assert asked in sample
+    cluster = ray_machines(2)
+    home = cluster.machines.homes[0]
+    there = 'backend="ray", address="10.99.0.1:6399", num_nodes=2, nproc_per_node=1, device="cpu"'
+    for name, given in (("one.py", 'nproc_per_node=2, device="cpu"'), ("two.py", there)):
+        (home / name).write_text(f"{MODEL}{sample.replace(asked, given)}{SHOW_WEIGHTS}")
+
+    expected = run_python(["one.py"], cwd=home)
+    done = cluster.run("two.py").finish(120, grace=20)
+
+    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+    results = [json.loads(path.read_text()) for path in home.glob("runs/two-*/result.json")]
+    assert [(each["backend"], each["num_nodes"], each["world_size"]) for each in results] == [("ray", 2, 2)]
 
 
 @pytest.mark.cluster
@@ -327,12 +376,15 @@ def test_the_number_of_workers_follows_the_nodes(
     train = ["train", "--script", "train.py", "--backend", "ray", "--address", "10.99.0.1:6399"]
     command = cluster.run("-m", "distributed.cli", *train, *flags)
     wait_for_step(home, 20, command)
+    began = time.time()
     cluster.kill(3)
-    command.wait_for("going on with 3 processes", 60)
+    command.wait_for(lambda: first_save_with(home, 3), 60)
+    assert first_save_with(home, 3) - began <= 30, command.output
     wait_for_step(home, 60, command)
+    began = time.time()
     cluster.kill(1)
     cluster.kill(2)
-    command.wait_for("going on with 1 process", 90)
+    command.wait_for(lambda: first_save_with(home, 1), 90)
     for lost in (1, 2, 3):
         cluster.add(lost)
     command.wait_for("going on with 4 processes", 120)

@@ -128,6 +128,35 @@ def test_a_failure_before_the_last_start_is_not_that_of_the_run(tmp_path: Path) 
     assert read_state_of(run.path).error is None
 
 
+def test_a_node_that_is_not_node_0_knows_its_own_part(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "part")
+    run.prove_part("node 1 of a run of node0")
+    assert read_state_of(run.path).status == "starting"
+    run.logs.mkdir()
+    for rank in (3, 12):
+        (run.logs / f"rank-{rank}.log").touch()
+    run.event("started", backend="pytorch-ddp", num_nodes=4, world_size=16, restart_count=0, step=0)
+    run.event("checkpoint_saved", step=20)
+    run.event("worker_failed", cause="rank 3 was killed")
+    run.event("started", backend="pytorch-ddp", num_nodes=4, world_size=16, restart_count=1, step=20)
+
+    state = read_state_of(run.path)
+    assert (state.part_of, state.ranks, state.status) == ("node 1 of a run of node0", (3, 12), "running")
+    assert (state.num_nodes, state.world_size, state.step, state.restarts, state.error) == (4, 16, 20, 1, None)
+
+    run.unlock()  # as when the launcher is killed
+    assert read_state_of(run.path).status == "killed"
+    for event, status in (
+        ("node_failed", "failed"),
+        ("preempted", "interrupted"),
+        ("worker_failed", "failed"),
+        ("finished", "finished"),
+    ):
+        run.event(event, step=30, cause="rank 3 was killed")
+        state = read_state_of(run.path)
+        assert (state.status, state.step, state.is_over) == (status, 30, True)
+
+
 @pytest.mark.parametrize("words", [["runs", "missing"], ["status", "missing"], ["status", "."]])
 def test_a_wrong_directory_is_an_error_of_one_line(
     run_cli: Callable[..., Finished], tmp_path: Path, words: list[str]

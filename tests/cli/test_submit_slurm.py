@@ -110,7 +110,6 @@ def expected(run_cli_once: Callable[..., Any], tmp_path_factory: pytest.TempPath
     return str(done.stdout.split("weights ")[1].split()[0])
 
 
-@pytest.mark.cluster
 def test_a_job_trains_on_two_nodes_and_its_run_is_shown(cluster: Cluster, expected: str) -> None:
     number = cluster.job("--time", "10")
 
@@ -281,6 +280,14 @@ def test_time_limits_are_read_as_slurm_reads_them(text: str, seconds: int) -> No
 def test_a_grid_may_name_settings_without_a_flag(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = batch_file(capsys, "--device", "cpu", "--grid", "warmup-steps=0,10", "--grid", "batch-size=8")
     assert "'--set warmup_steps=10 --batch-size 8'" in text and "#SBATCH --array=0-1" in text
+
+
+def test_the_tasks_of_an_array_are_passed_on_and_each_has_a_run_of_its_own(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = batch_file(capsys, "--device", "cpu", "--array", "0-7%2")
+    assert "\n#SBATCH --array=0-7%2\n" in text and f"\n#SBATCH --output={home}/runs/a/job/output-%A_%a.txt\n" in text
+    assert re.search(r"^srun .* --run-dir \S*/runs/a/\S*SLURM_ARRAY_TASK_ID", text, re.M), text
 
 
 def test_gpus_are_not_looked_for_here(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from tests.conformance.runs import FULL, STEPS, arguments, assert_same, digests, events, newest, progress
-from tests.conftest import needs_backend
+from tests.conftest import describe, needs_backend
 from tests.object_storage import BUCKET, Fault, complete_checkpoints, s3_server
 
 pytestmark = pytest.mark.timeout(600)
@@ -123,14 +123,20 @@ def test_a_run_directory_at_an_address_continues_on_another_machine(run_cli, tmp
 def test_a_run_ends_although_the_storage_has_gone(start, tmp_path, s3, clean):
     """Training goes on, and the end says what is missing. A resume makes up for it."""
 
+    commands = []
+
     def gone(number):
+        commands.append(describe(run.alive()))
         s3.faults = [
             Fault(method, 503, "ServiceUnavailable", "Try later.") for method in ("PUT", "GET", "HEAD", "DELETE")
         ]
 
     s3.after_write = lambda number: gone(number) if number == 10 else None
     argv = [sys.executable, "-m", "distributed.cli", *arguments(tmp_path, [], "--checkpoint-dir", ADDRESS)]
-    done = start(argv, env=s3.env).finish()
+    run = start(argv, env=s3.env, fresh=True)  # whose command line is not that of a process that was forked
+    done = run.finish()
+    assert "distributed" in commands[0]
+    assert not any(s3.env[name] in commands[0] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     assert done.returncode == 1, done.output
     assert f"checkpoints could not be uploaded to {ADDRESS}: Try later." in done.stderr
     assert "run again with --resume to upload them" in done.stderr and "Traceback" not in done.output

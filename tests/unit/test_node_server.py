@@ -166,6 +166,30 @@ def test_a_killed_node_is_named_and_a_replacement_goes_on(make: Callable[..., No
     assert any("node 1 (node1) has joined again" in line for line in nodes.said)
 
 
+def test_the_seconds_for_which_a_lost_node_is_waited_for_are_counted_down(
+    make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_link, "_COUNT_DOWN_S", 0.4)
+    nodes = make(2)
+    one = nodes.connected(1)
+    nodes.begin(nodes.zero, one)
+    cut(one)
+    until(lambda: nodes.zero.is_round_wanted)
+    waiting = nodes.join(nodes.zero)
+
+    def left() -> list[int]:
+        found = [
+            re.search(r"^notice: waiting for node 1 \(node1\): (\d+) s left \(node_timeout\)$", line)
+            for line in nodes.said
+        ]
+        return [int(each[1]) for each in found if each is not None]
+
+    until(lambda: len(set(left())) >= 3)
+    assert left()[0] <= 20 and left() == sorted(left(), reverse=True)
+    replacement = nodes.connected(1)
+    assert all(future.result(5) is not None for future in [*waiting, *nodes.join(replacement)])
+
+
 def test_a_node_that_does_not_come_back_ends_the_run_and_is_named(make: Callable[..., Nodes]) -> None:
     nodes = make(3, node_timeout=1.0)
     one, two = nodes.connected(1), nodes.connected(2)

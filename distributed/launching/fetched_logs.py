@@ -1,0 +1,29 @@
+"""Logs of the ranks on other nodes, which reach the run directory of node 0 through a directory that all nodes share."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+from distributed.runs.directory import RunDirectory
+
+
+def send_logs(run: RunDirectory, shared: Path | None, run_id: str, node_rank: int) -> None:
+    """Copy the logs of this node into `shared`, unless the node has no such directory or shares the run directory itself.
+
+    Called on every node before the others know that its workers have ended. Raises OSError.
+    """
+    if shared is not None and run.part_of:
+        shutil.copytree(run.logs, _place(shared, run_id) / f"node-{node_rank}", dirs_exist_ok=True)
+
+
+def fetch_logs(run: RunDirectory, shared: Path | None, run_id: str) -> None:
+    """Move the logs that the other nodes have sent to RUN/logs/node-N. Called on node 0 after the last node has ended. Raises OSError."""
+    if shared is not None and (place := _place(shared, run_id)).is_dir():
+        shutil.copytree(place, run.logs, dirs_exist_ok=True)
+        shutil.rmtree(place)
+
+
+def _place(shared: Path, run_id: str) -> Path:
+    return shared / f".logs-{re.sub(r'[^0-9a-f]', '', run_id)}"  # the id came over a socket
