@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from distributed.backends.parts import Arguments, RankedPart, mapped
 from distributed.checkpoints.jsonable import decode, encode
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.config.reading import parse_json
 from distributed.errors import CheckpointError, TrainingError
 
 FILE = Path("metrics") / "train.safetensors"
@@ -83,7 +84,7 @@ def read_metrics(directory: Path, engine: Tensors) -> dict[str, tuple[list[Any],
         return read[name]()
 
     try:
-        content = decode(json.loads(metadata["metrics"]), leaf)
+        content = decode(parse_json(metadata["metrics"]), leaf)
         return {
             name: (list(each["states"]), [_piece(piece) for piece in each["pieces"]]) for name, each in content.items()
         }

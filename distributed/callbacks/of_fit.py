@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks.base import Callback, FitContext
 from distributed.callbacks.of_keras import KerasCallback
+from distributed.errors import CheckpointError
 
 if TYPE_CHECKING:
     from distributed.state import TrainState
@@ -42,12 +43,17 @@ def states(callbacks: Sequence[Callback]) -> dict[str, Any]:
 def load_states(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> list[str]:
     """Restore each callback's part of `kept`, which `states` returned. A callback without a part keeps its state.
 
-    Returns the names in `kept` that no callback matches.
+    Returns the names in `kept` that no callback matches. Raises CheckpointError if a state does not fit its callback.
     """
     keyed = _keyed(callbacks)
     for key, callback in keyed.items():
         if (state := kept.get(key)) is not None:
-            callback.load_state_dict(state)
+            try:
+                callback.load_state_dict(state)
+            except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
+                raise CheckpointError(
+                    f"the checkpoint holds a state of {key} that does not fit it ({type(error).__name__}: {error})"
+                ) from error
     return [key for key in kept if key not in keyed]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,18 @@ def digest(value: Any) -> dict[str, Any] | None:
 def reader(path: Path) -> Callable[[str, Any], Any]:
     """Return a function (kind, name) that returns an array or a tensor of the file `path` that `Arrays` wrote.
 
-    It raises CheckpointError if the file is damaged, or if torch is not installed and the value is a torch tensor.
+    Each may be read once, so that a small file cannot ask for many copies of a large array. The function raises CheckpointError if
+    the file is damaged, or if torch is not installed and the value is a torch tensor.
     """
-    tensors: Sequence[RawTensor] = []
+    tensors: dict[str, RawTensor] | None = None
 
     def read(kind: str, name: Any) -> Any:
         nonlocal tensors
         if kind not in (ARRAY, TENSOR):
             raise ValueError(f"unknown kind {kind!r}")
-        tensors = tensors or read_raw(path)[0]
-        raw = next(tensor for tensor in tensors if tensor.name == name)
+        if tensors is None:
+            tensors = {tensor.name: tensor for tensor in read_raw(path)[0]}
+        raw = tensors.pop(name)
         return _tensor(raw, path) if kind == TENSOR else _array(raw)
 
     return read

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import stat
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,12 +16,14 @@ import xxhash
 
 from distributed.checkpoints.tensor_file import check_header
 from distributed.config.addresses import check_library, is_address
+from distributed.config.kinds import COUNT, NUMBER, OBJECT, TEXT, check_kinds, object_of, optional
+from distributed.config.reading import MAX_DEPTH, MAX_MANIFEST_BYTES, LimitError, parse_json, read_bytes
 from distributed.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-_MAX_MANIFEST_BYTES = 8 << 20
 _BLOCK_BYTES = 4 << 20
+_LONGEST_NAME = 1000
 _NAME = re.compile(r"step-(\d{8,})")
 _SEAL = b',\n "xxh3_128": "'
 
@@ -169,7 +170,7 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises CheckpointError if it is missing or damaged.
     """
-    return manifest_of(path, read_small(path, MANIFEST, _MAX_MANIFEST_BYTES))
+    return manifest_of(path, read_small(path, MANIFEST, MAX_MANIFEST_BYTES))
 
 
 def manifest_of(path: Path | str, raw: bytes) -> Manifest:
@@ -180,8 +181,8 @@ def manifest_of(path: Path | str, raw: bytes) -> Manifest:
     body, seal, tail = raw.rpartition(_SEAL)
     if not seal or tail != xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n':
         raise _damaged(path, MANIFEST, "does not have the content that was saved (digest differs)")
-    content = parse_json(path, MANIFEST, raw)
-    if not isinstance(content, dict) or not isinstance(content.get("format"), int):
+    content = parsed(path, MANIFEST, raw)
+    if not isinstance(content, dict) or not COUNT.holds(content.get("format")):
         raise _damaged(path, MANIFEST, "is not a manifest")
     if content["format"] > FORMAT:
         found = content["format"]
@@ -195,28 +196,25 @@ def read_small(path: Path, name: str, limit: int) -> bytes:
     Raises CheckpointError if it is missing, not a regular file, or larger than `limit` bytes.
     """
     try:
-        fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise _damaged(path, name, "is not a regular file")
-            if status.st_size > limit:
-                raise _damaged(path, name, f"has {status.st_size} bytes, {limit} are allowed")
-            return file.read(limit)
+        return read_bytes(path / name, limit, os.O_NOFOLLOW)
     except FileNotFoundError:
         raise _damaged(path, name, "is missing") from None
+    except LimitError as error:
+        raise _damaged(path, name, str(error)) from None
     except OSError as error:
         raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
 
 
-def parse_json(path: Path | str, name: str, raw: bytes) -> Any:
+def parsed(path: Path | str, name: str, raw: bytes) -> Any:
     """Return the JSON in `raw`, the content of the file `name` of a checkpoint.
 
-    Raises CheckpointError with that name if it is not JSON or nested too deeply.
+    Raises CheckpointError with that name if it is not JSON or beyond a limit.
     """
     try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        return parse_json(raw)
+    except LimitError as error:
+        raise _damaged(path, name, str(error)) from None
+    except ValueError as error:
         raise _damaged(path, name, f"is not JSON: {error}") from None
 
 
@@ -317,6 +315,8 @@ def _walk(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
     with os.scandir(path / prefix) as entries:
         for entry in sorted(entries, key=lambda entry: entry.name):
             name = f"{prefix}{entry.name}"
+            if name.count("/") > MAX_DEPTH:
+                raise _damaged(path, name, f"is more than {MAX_DEPTH} directories deep")
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(path, f"{name}/")
             elif entry.is_file(follow_symlinks=False):
@@ -326,34 +326,40 @@ def _walk(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
 
 
 def _manifest(path: Path | str, content: dict[str, Any]) -> Manifest:
-    """Return the Manifest in parsed JSON. Checks the type of every field, because the file is not trusted."""
-    files = content.get("files")
-    if not isinstance(files, dict):
-        raise _damaged(path, MANIFEST, "names no files")
-    records: dict[str, FileRecord] = {}
-    for name, record in files.items():
-        _check_name(path, name)
-        try:
-            records[name] = FileRecord(int(record["bytes"]), str(record["xxh3_128"]))
-        except (TypeError, KeyError, ValueError):
-            raise _damaged(path, MANIFEST, f"has a wrong entry for {name!r}") from None
-    known = {field.name: field.type for field in dataclasses.fields(Manifest) if field.name not in ("files", "frozen")}
-    for name, kind in known.items():
-        if name not in content or not isinstance(content[name], _KINDS[str(kind)]):
-            raise _damaged(path, MANIFEST, f"lacks {name} or has a wrong value for it")
-    frozen = content.get("frozen")
-    if not isinstance(frozen, dict | None):
-        raise _damaged(path, MANIFEST, "has a wrong value for frozen")
-    return Manifest(**{name: content[name] for name in known}, files=records, frozen=frozen)
+    """Return the Manifest in parsed JSON. Checks the kind of every value, because the file is not trusted."""
+    try:
+        check_kinds(content, _KINDS)
+        files = content["files"]
+        for name, record in files.items():
+            _check_name(path, name)
+            try:
+                check_kinds(record, _RECORD)
+            except ValueError as error:
+                raise ValueError(f"has a wrong entry for {name!r}: {error}") from None
+        records = {name: FileRecord(record["bytes"], record["xxh3_128"]) for name, record in files.items()}
+        return Manifest(
+            **{name: content[name] for name in _KINDS if name not in _FROM_ELSEWHERE},
+            files=records,
+            frozen=content.get("frozen"),
+        )
+    except KeyError as error:
+        raise _damaged(path, MANIFEST, f"lacks {error.args[0]}") from None
+    except ValueError as error:
+        raise _damaged(path, MANIFEST, str(error)) from None
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
-    "int": (int,), "str": (str,), "float | None": (float, int, type(None)),
-    "Mapping[str, Any]": (dict,), "Mapping[str, str]": (dict,),
+_FROM_ELSEWHERE = ("files", "frozen")
+_RECORD = {"bytes": COUNT, "xxh3_128": TEXT}
+_KINDS = {
+    "step": COUNT, "epoch": COUNT, "samples_seen": COUNT, "samples_in_epoch": COUNT, "backend": TEXT, "world_size": COUNT,
+    "sequence": COUNT, "created": TEXT, "monitor": TEXT, "monitor_mode": TEXT, "monitor_value": optional(NUMBER),
+    "config": OBJECT, "versions": object_of(TEXT), "files": OBJECT, "frozen": optional(OBJECT),
 }  # fmt: skip
 
 
 def _check_name(path: Path | str, name: str) -> None:
+    if not name.isprintable() or len(name) > _LONGEST_NAME:
+        raise _damaged(path, MANIFEST, f"names the file {name[:80]!r}, which has control characters or is too long")
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
         raise _damaged(path, MANIFEST, f"names the file {name!r}, which may lie outside the checkpoint")

@@ -25,6 +25,7 @@ from distributed.checkpoints.manifest import (
     verify,
 )
 from distributed.checkpoints.objects import Objects, StorageError, unusable
+from distributed.config.reading import MAX_MANIFEST_BYTES
 from distributed.errors import CheckpointError
 
 # The first checkpoint of a step has its own name in the storage, a later one of the same step also the number of its save.
@@ -286,6 +287,10 @@ def stored_checkpoints(objects: Objects, folder: str = "") -> list[CheckpointInf
     for name in (name for name in sizes if _is_manifest(name, folder)):
         path = name.removesuffix(MANIFEST).rstrip("/")
         try:
+            if sizes[name] > MAX_MANIFEST_BYTES:
+                raise CheckpointError(
+                    f"{objects.address}/{name} has {sizes[name]} bytes, {MAX_MANIFEST_BYTES} are allowed"
+                )
             manifest = manifest_of(f"{objects.address}/{path}".rstrip("/"), objects.read(name))
         except NewerFormatError:
             raise

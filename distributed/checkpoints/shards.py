@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.tensor_file import ITEM_BYTES, RawTensor, read_raw
+from distributed.config.kinds import COUNT, check_kinds
+from distributed.config.reading import parse_json
 from distributed.errors import CheckpointError
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -112,19 +114,17 @@ def read_weights(path: Path) -> list[RawTensor]:
 
 def _table(metadata: Mapping[str, str], key: str, file: Path) -> dict[str, Any]:
     try:
-        table = json.loads(metadata.get(key, "{}"))
-    except (ValueError, RecursionError):
-        table = None
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{file}: its metadata {key!r} is damaged")
-    return table
+        check_kinds(table := parse_json(metadata.get(key, "{}")), {})
+        return dict(table)
+    except ValueError:
+        raise CheckpointError(f"{file}: its metadata {key!r} is damaged") from None
 
 
 def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
     if entry is None:
         return (0,) * len(raw.shape)
     start = entry.get("saved_offsets") if isinstance(entry, dict) else None
-    if not isinstance(start, list) or len(start) != len(raw.shape) or not all(type(i) is int and i >= 0 for i in start):
+    if not isinstance(start, list) or len(start) != len(raw.shape) or not all(map(COUNT.holds, start)):
         raise CheckpointError(f"{file}: the position of {raw.name} in its tensor is damaged")
     return tuple(start)
 

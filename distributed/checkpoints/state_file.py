@@ -9,13 +9,33 @@ from typing import Any
 from distributed.checkpoints.arrays import Arrays, digest, reader
 from distributed.checkpoints.durable import write_file
 from distributed.checkpoints.jsonable import decode, encode
-from distributed.checkpoints.manifest import STATE, NewerFormatError, parse_json, read_small
+from distributed.checkpoints.manifest import STATE, NewerFormatError, parsed, read_small
+from distributed.config.kinds import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    OBJECT,
+    SECONDS,
+    TEXT,
+    check_kinds,
+    list_of,
+    object_of,
+    optional,
+)
+from distributed.config.reading import MAX_JSON_BYTES, parse_json
 from distributed.errors import CheckpointError, TrainingError
 from distributed.state import DATA_VERSION, TrainState
 
-_MAX_BYTES = 32 << 20
 _TENSORS = "state.safetensors"
 _CLOCKS = {"train_time_s": 0.0, "total_time": 0.0}
+_NUMBERS, _SUMS = object_of(NUMBER), object_of(list_of(NUMBER))
+_KINDS = {  # of the fields of TrainState
+    "step": COUNT, "epoch": COUNT, "samples_in_epoch": COUNT, "samples_seen": COUNT, "cursor": optional(OBJECT),
+    "data_version": COUNT,
+    "stop_reason": optional(TEXT), "metrics": _NUMBERS, "best": _NUMBERS, "rows": list_of(_NUMBERS), "is_last_row_open": FLAG,
+    "epoch_sums": _SUMS, "over_all": _NUMBERS, "log_sums": _SUMS, "train_time_s": SECONDS, "total_time": SECONDS,
+    "fit_starts": list_of(list_of(COUNT)), "callbacks": OBJECT,
+}  # fmt: skip
 
 
 def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
@@ -23,18 +43,32 @@ def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
 
     Raises CheckpointError if state.json is not a training state, or if a later version of this package wrote it.
     """
-    content = parse_json(checkpoint, STATE, read_small(checkpoint, STATE, _MAX_BYTES))
+    content = parsed(checkpoint, STATE, read_small(checkpoint, STATE, MAX_JSON_BYTES))
     try:
         train = decode(content["train"], reader(checkpoint / _TENSORS))
-        state, extra = TrainState.from_json(train), dict(content["backend"])
-    except (TypeError, KeyError, ValueError, AttributeError, RecursionError, OSError, StopIteration) as error:
-        raise CheckpointError(f"checkpoint {checkpoint}: {STATE} is not a training state ({error!r})") from None
+        _check(train)
+        check_kinds(content, {"backend": OBJECT})
+        state = TrainState.from_json(train)
+    except (TypeError, KeyError, ValueError, AttributeError, RecursionError, OSError) as error:
+        reason = str(error) if type(error) is ValueError else repr(error)
+        raise CheckpointError(f"checkpoint {checkpoint}: {STATE} is not a training state ({reason})") from None
     if state.data_version > DATA_VERSION:
         raise NewerFormatError(
             f"checkpoint {checkpoint} has version {state.data_version} of the order of samples, this version of the package"
             f" knows {DATA_VERSION}: upgrade"
         )
-    return state, extra
+    return state, content["backend"]
+
+
+def _check(train: Any) -> None:
+    """Raise ValueError if `train` cannot be a training state."""
+    check_kinds(train, _KINDS)
+    if not all({"step", "epoch"} <= row.keys() for row in train.get("rows", ())):
+        raise ValueError("has a row without its step and epoch")
+    if train.get("samples_in_epoch", 0) > train.get("samples_seen", 0):
+        raise ValueError(
+            f"has samples_in_epoch={train['samples_in_epoch']}, more than samples_seen={train.get('samples_seen', 0)}"
+        )
 
 
 def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
@@ -45,12 +79,14 @@ def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
     try:
         arrays = Arrays()
         content = {"train": encode(state.to_json(), "train", arrays.encode), "backend": json.loads(json.dumps(extra))}
+        raw = json.dumps(content, indent=1).encode()
+        if len(raw) <= MAX_JSON_BYTES:
+            parse_json(raw)  # what could not be read again must not be written
     except (TypeError, ValueError, RecursionError) as error:
         raise _unstorable(error) from None
-    raw = json.dumps(content, indent=1).encode()
-    if len(raw) > _MAX_BYTES:
+    if len(raw) > MAX_JSON_BYTES:
         raise TrainingError(
-            f"{STATE} would have {len(raw)} bytes, and {_MAX_BYTES} are allowed: store less in callbacks"
+            f"{STATE} would have {len(raw)} bytes, and {MAX_JSON_BYTES} are allowed: store less in callbacks"
         )
     write_file(checkpoint / STATE, [raw], len(raw))
     arrays.write(checkpoint / _TENSORS)

@@ -336,7 +336,12 @@ class CheckpointStore:
 
     def _load(self, path: Path) -> TrainState:
         state, extra = read_state(path)
-        self.backend.load(path, extra)
+        try:
+            self.backend.load(path, extra)
+        except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+            raise CheckpointError(
+                f"checkpoint {path}: its state does not fit this run ({type(error).__name__}: {error})"
+            ) from error
         if self.context.is_main_process:
             self._current = (path, identity(state, read_manifest(path).monitor_value))
         return state

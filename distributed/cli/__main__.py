@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, nearest
+from distributed.loggers.wording import shown
 
 # verb -> (module, name of its typer app or command function, description for `--help`), in groups
 GROUPS = {
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = run(arguments)
     except DistributedError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(shown(f"error: {error}\n", keep="\n\t"))
         code = error.exit_code
     except KeyboardInterrupt:
         code = 130

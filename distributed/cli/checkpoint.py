@@ -15,6 +15,7 @@ from distributed.checkpoints.objects import Objects, unusable
 from distributed.cli.export import copied, export, given_address
 from distributed.cli.typer_help import Command, Group
 from distributed.errors import CheckpointError
+from distributed.loggers.wording import shown
 
 app = typer.Typer(add_completion=False, cls=Group)
 
@@ -41,12 +42,12 @@ def list_(
     for info in infos:
         problem = _problem(info.path) if address is None else info.problem
         problems += [problem] if problem else []
-        rows.append(_row(info, "no" if problem else "yes" if address is None else "sizes"))
+        rows.append(tuple(map(shown, _row(info, "no" if problem else "yes" if address is None else "sizes"))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     for problem in problems:
-        typer.echo(problem)
+        typer.echo(shown(problem))
 
 
 def _row(info: CheckpointInfo, verdict: str) -> tuple[str, ...]:
@@ -81,11 +82,12 @@ def verify_(
         with copied(path, address) as local:
             manifest = verify(local)
     except CheckpointError as error:
-        typer.echo(str(error), err=True)
+        typer.echo(shown(str(error)), err=True)
         raise typer.Exit(1) from None
     size = size_text(manifest.total_bytes)
     partial = ", trainable parameters only" if manifest.is_trainable_only else ""
-    typer.echo(f"{path or address}: step {manifest.step}, {len(manifest.files)} files, {size}{partial}, all verified")
+    where = shown(str(path or address))
+    typer.echo(f"{where}: step {manifest.step}, {len(manifest.files)} files, {size}{partial}, all verified")
 
 
 app.command("export", cls=Command)(export)  # the same command as `distributed export`

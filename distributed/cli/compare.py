@@ -12,7 +12,7 @@ import typer
 
 from distributed.config.addresses import refuse_address
 from distributed.errors import ConfigError, nearest
-from distributed.loggers.wording import middle_cut, number
+from distributed.loggers.wording import middle_cut, number, shown
 from distributed.metrics.direction import is_larger_better
 from distributed.report.figures import differences, figures, metrics_of, value_text
 from distributed.report.panels import mean_times
@@ -45,10 +45,10 @@ def compare(
     found = read_runs(runs)
     name = _metric(found, metric)
     if as_json:
-        print(json.dumps(_plain(found, name), indent=1))
+        print(json.dumps(_plain(found, name), indent=1, default=str, skipkeys=True))
         return
     for line in _lines(found, name):
-        print(line)
+        print(shown(line))
 
 
 def _metric(runs: Sequence[RunData], asked: str | None) -> str:

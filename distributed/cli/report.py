@@ -9,6 +9,7 @@ import typer
 
 from distributed.config.addresses import refuse_address
 from distributed.errors import ConfigError
+from distributed.loggers.wording import shown
 
 
 def report(
@@ -31,7 +32,7 @@ def report(
     if output is not None and output.is_dir():
         raise ConfigError(f"--output {str(output)!r} is a directory: name a file, {str(output / FILE)!r}")
     if compare:
-        print(write_report(runs, output or Path("compare.html")))
+        print(shown(str(write_report(runs, output or Path("compare.html")))))
         return
     for run in runs:
-        print(write_report([run], output or run / FILE))
+        print(shown(str(write_report([run], output or run / FILE))))

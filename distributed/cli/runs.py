@@ -15,16 +15,20 @@ import typer
 
 from distributed.checkpoints.durable import size_text
 from distributed.config.addresses import refuse_address
+from distributed.config.kinds import COUNT, SECONDS, check_kinds, optional
+from distributed.config.reading import open_regular, parse_json
 from distributed.errors import ConfigError
-from distributed.loggers.wording import duration, epoch_line, middle_cut, number, progress_parts
+from distributed.loggers.wording import duration, epoch_line, middle_cut, number, progress_parts, shown
 from distributed.runs.deleting import check_deletable, delete_run, kept_elsewhere, size_of
 from distributed.runs.directory import RunDirectory
-from distributed.runs.listing import RunState, list_runs, read_state_of
+from distributed.runs.listing import UNREADABLE, RunState, list_runs, read_state_of
 from distributed.runs.selecting import Condition, in_order, select
 
 _WIDTH = 80
 _SHORTEST_NAME = 12
 _LOOK_EVERY_S = 0.5
+_READ_BYTES = 16 << 20  # of metrics.jsonl at once
+_ROW = {"time": SECONDS, "step": COUNT, "epoch": COUNT, "samples_per_second": optional(SECONDS)}
 _NOT_METRICS = ("time", "split", "step", "epoch", "samples_per_second")  # of a line of metrics.jsonl
 _SHOWN = (  # events
     "worker_failed", "node_failed", "node_lost", "node_joined", "restarted", "regrouped", "resumed", "checkpoint_saved", "preempted",
@@ -104,6 +108,9 @@ def _print_table(found: Sequence[RunState], metric: str = "") -> None:
     """Print the table of the runs. The column of the best metric shows `metric`, if a run has it."""
     for line in _table(found, shutil.get_terminal_size((_WIDTH, 24)).columns, metric):
         print(line)
+    for run in found:
+        if run.status == UNREADABLE:
+            print(shown(str(run.error)))
 
 
 def _chosen(
@@ -123,10 +130,11 @@ def _delete(chosen: Sequence[RunState], is_sure: bool) -> None:
         check_deletable(run)
     sizes = [size_of(run.path) for run in chosen]
     for run, bytes_ in zip(chosen, sizes, strict=True):
-        print(f"{run.path}  ({run.status}, step {run.step}, {_age(time.time() - run.began)} old, {size_text(bytes_)})")
+        about = f"{run.status}, step {run.step}, {_age(time.time() - run.began)} old, {size_text(bytes_)}"
+        print(shown(f"{run.path}  ({about})"))
     size = size_text(sum(sizes))
     for place in dict.fromkeys(place for run in chosen for place in kept_elsewhere(run.path)):
-        print(f"not deleted: {place}")
+        print(shown(f"not deleted: {place}"))
     if not is_sure:
         if not sys.stdin.isatty():
             raise ConfigError("--delete asks before it deletes, and there is no terminal: add --yes")
@@ -151,7 +159,7 @@ def status(
     refuse_address(run, "'distributed status'")
     state = read_state_of(run)
     for line in _lines_of(state):
-        print(line, flush=True)
+        print(shown(line), flush=True)
     if not once and not state.is_over:
         _follow(run)
 
@@ -182,8 +190,8 @@ def _table(found: Sequence[RunState], width: int, metric: str) -> list[str]:
         lines = _aligned([_cells(run, best) for run in found], gap)
         if max(map(len, lines), default=0) <= width:
             return lines
-    longest = max(len(run.path.name) for run in found)
     rows = [_cells(run, value) for run in found]
+    longest = max(len(name) for name, *_ in rows)
     room = max(longest - max(map(len, lines)) + width, _SHORTEST_NAME)
     return _aligned([[middle_cut(name, room), *rest] for name, *rest in rows], " ")
 
@@ -198,7 +206,8 @@ def _aligned(rows: list[list[str]], gap: str) -> list[str]:
 
 def _cells(run: RunState, best: Callable[[RunState], str]) -> list[str]:
     nodes = f"{run.num_nodes}x{run.world_size // run.num_nodes}" if run.world_size else ""
-    return [run.path.name, run.status, run.backend, nodes, str(run.step), best(run), _age(time.time() - run.began)]
+    cells = [run.path.name, run.status, run.backend, nodes, str(run.step), best(run), _age(time.time() - run.began)]
+    return [shown(cell) for cell in cells]
 
 
 def _best_name(run: RunState, metric: str) -> str:
@@ -251,12 +260,12 @@ def _follow(path: Path) -> None:
         ]
         begin = end
         for _, line in sorted(found):
-            print(line, flush=True)
+            print(shown(line), flush=True)
         if is_over:
             break
         time.sleep(_LOOK_EVERY_S)
     state = read_state_of(path)
-    print(f"{state.status} at step {state.step}" + (f": {state.error}" if state.error else ""), flush=True)
+    print(shown(f"{state.status} at step {state.step}" + (f": {state.error}" if state.error else "")), flush=True)
 
 
 def _size(path: Path) -> int:
@@ -267,15 +276,18 @@ def _rows(path: Path, begin: int) -> tuple[list[tuple[float, str]], int]:
     """Return (time, text) of the complete lines of metrics.jsonl from byte `begin` on, and where the next line begins."""
     begin = begin if begin <= _size(path) else 0  # a resume removes what came after its checkpoint
     data = b""
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open_regular(path) as file:
         file.seek(begin)
-        data = file.read()
+        data = file.read(_READ_BYTES)
     whole = data[: data.rfind(b"\n") + 1]
     found = []
     for line in whole.splitlines():
         with contextlib.suppress(ValueError):  # the rest of a line that was removed
-            found.append(json.loads(line))
-    return [(row["time"], _row_line(row)) for row in found], begin + len(whole)
+            check_kinds(row := parse_json(line), _ROW)
+            found.append(row)
+    return [(row["time"], _row_line(row)) for row in found if row.keys() >= {"time", "step", "epoch"}], begin + len(
+        whole
+    )
 
 
 def _row_line(row: dict[str, Any]) -> str:
@@ -283,11 +295,12 @@ def _row_line(row: dict[str, Any]) -> str:
     epoch = row["epoch"] + 1
     if row.get("split") == "val":
         return epoch_line({"epoch": epoch, **{f"val_{name}": value for name, value in metrics.items()}})
-    return "  ".join(progress_parts({**row, "epoch": epoch, "metrics": metrics}))
+    position = {"step": row["step"], "epoch": epoch, "samples_per_second": row.get("samples_per_second")}
+    return "  ".join(progress_parts({**position, "metrics": metrics}))
 
 
 def _event_line(event: dict[str, Any]) -> str:
     detail = "  ".join(str(event[name]) for name in ("checkpoint", "cause") if event.get(name))
     when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
-    step = f" at step {event['step']}" if "step" in event else ""
+    step = "" if event.get("step") is None else f" at step {event['step']}"
     return f"{when}  {event['event'].replace('_', ' ')}{step}  {detail}".rstrip()

@@ -19,7 +19,7 @@ from distributed.config.fields import Rule, check, rules
 from distributed.config.flags import SETTINGS, as_flag, flag_of
 from distributed.config.merging import Overrides, joined, read_config_file
 from distributed.config.peers import answer_for, with_answer
-from distributed.config.reading_yaml import yaml_loader
+from distributed.config.reading import parse_yaml
 from distributed.config.settings import GROUPS, DistributedConfig, canonical, check_setting, group_options
 from distributed.errors import ConfigError, nearest
 from distributed.launching.secret import read_token_file
@@ -304,9 +304,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def _yaml(name: str, text: str) -> Any:
-    import yaml
-
     try:
-        return yaml.load(text, yaml_loader())
-    except yaml.YAMLError:
+        return parse_yaml(text.encode(errors="replace"))
+    except ValueError:
         raise ConfigError(f"{name}={text!r} is not YAML: quote it, as in --set '{name}=\"text\"'") from None

@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 
 from distributed.errors import ConfigError, nearest
 
+_LONGEST = 500  # letters of a value in a message
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -165,30 +167,40 @@ def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
         raise ConfigError(f"{name}=None is not allowed: give {_wanted(rule)} or drop the setting")
     converted = _convert(value, rule)
     if converted is None:
-        raise ConfigError(f"{name}={value!r} is not {_wanted(rule)}: give one, such as {written(name, _example(rule))}")
+        raise ConfigError(
+            f"{name}={_shortened(value)} is not {_wanted(rule)}: give one, such as {written(name, _example(rule))}"
+        )
     if rule.choices is not None and converted not in rule.choices:
         words = ", ".join(map(str, rule.choices))
         raise ConfigError(
-            f"{name}={value!r} is not a valid choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}"
+            f"{name}={_shortened(value)} is not a valid choice{nearest(str(value), map(str, rule.choices))}: choose one of {words}"
         )
     if converted == "":
         raise ConfigError(f"{name}='' is empty: give {_wanted(rule)} or drop the setting")
     if isinstance(converted, float) and not math.isfinite(converted):
-        raise ConfigError(f"{name}={value!r} is not a finite number: give one, such as {written(name, _example(rule))}")
+        raise ConfigError(
+            f"{name}={_shortened(value)} is not a finite number: give one, such as {written(name, _example(rule))}"
+        )
     is_number = isinstance(converted, (int, float)) and not isinstance(converted, bool)
     if is_number and rule.minimum is not None and converted < rule.minimum:
         raise ConfigError(
-            f"{name}={value!r} must be at least {rule.minimum}: give {written(name, rule.minimum)} or more"
+            f"{name}={_shortened(value)} must be at least {rule.minimum}: give {written(name, rule.minimum)} or more"
         )
     if is_number and rule.maximum is not None and converted > rule.maximum:
         raise ConfigError(
-            f"{name}={value!r} must be at most {rule.maximum}: give {written(name, rule.maximum)} or less"
+            f"{name}={_shortened(value)} must be at most {rule.maximum}: give {written(name, rule.maximum)} or less"
         )
     if is_number and rule.above is not None and converted <= rule.above:
         raise ConfigError(
-            f"{name}={value!r} must be greater than {rule.above}: give one, such as {written(name, _example(rule))}"
+            f"{name}={_shortened(value)} must be greater than {rule.above}: give one, such as {written(name, _example(rule))}"
         )
     return converted
+
+
+def _shortened(value: Any) -> str:
+    """Return a value for a message, which stays one line that can be read."""
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 2 :]}"
 
 
 def check_options(cls: type, values: Mapping[str, Any], group: str, written: Written = in_code) -> Any:

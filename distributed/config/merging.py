@@ -10,7 +10,7 @@ from typing import Any
 
 from distributed.config.fields import in_file, rules
 from distributed.config.peers import answer_for
-from distributed.config.reading_yaml import read_unique
+from distributed.config.reading import read_unique
 from distributed.config.registry import backend_entry
 from distributed.config.settings import (
     ALIASES,

@@ -13,7 +13,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from distributed.loggers.notebook import CellBar, in_notebook
-from distributed.loggers.wording import GAP, bar_line, epoch_line, progress_parts
+from distributed.loggers.wording import GAP, bar_line, epoch_line, progress_parts, shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -134,6 +134,7 @@ class Display:
 
     def _show_line(self, line: str, *, to_stderr: bool = False) -> None:
         """Show one line of this package, never in the middle of a line of the script."""
+        line = shown(line, keep="\n\t")
         if self._is_terminal and "\n" not in line:
             line = wrapped(line, shutil.get_terminal_size().columns)
         if (screen := self._screen()) is not None:
@@ -226,4 +227,4 @@ class _TerminalBar:
         if (elapsed := event.get("elapsed_s")) is not None:
             event = {**event, "elapsed_s": elapsed + monotonic() - self._shown_at}
         line = bar_line(event, self._console.width)
-        return Text(printable(line, self._stream), no_wrap=True, overflow="crop")
+        return Text(printable(shown(line), self._stream), no_wrap=True, overflow="crop")

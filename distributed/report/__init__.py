@@ -46,7 +46,7 @@ def write_report(paths: Sequence[Path], output: Path) -> Path:
     text = report_text(paths)
     stage = output.with_name(f".{output.name}.tmp")
     try:
-        stage.write_text(text, encoding="utf-8")
+        stage.write_text(text, encoding="utf-8", errors="backslashreplace")
         stage.replace(output)
     except OSError as error:
         raise ConfigError(f"{str(output)!r} cannot be written ({error.strerror}): name another with --output") from None

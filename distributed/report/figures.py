@@ -69,4 +69,4 @@ def value_text(value: Any, form: str = "") -> str:
         return str(value).lower()
     if isinstance(value, float):
         return f"{value:{form}}"
-    return json.dumps(value, default=str) if isinstance(value, (dict, list)) else str(value)
+    return json.dumps(value, default=str, skipkeys=True) if isinstance(value, (dict, list)) else str(value)

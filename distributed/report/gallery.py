@@ -18,9 +18,9 @@ _ROWS, _LETTERS = 50, 20_000  # of a table and of a text
 
 def logged_sections(run: RunData) -> list[Section]:
     """Return the section, or none if nothing of the kind was logged."""
-    newest: dict[tuple[str, int | None], Record] = {}
+    newest: dict[tuple[str, str], Record] = {}
     for record in run.media:
-        newest[str(record.get("name")), record.get("rank")] = record
+        newest[str(record.get("name")), str(record.get("rank"))] = record
     shown = [_shown(run.path, record) for record in list(newest.values())[:_MOST]]
     if len(newest) > _MOST:
         shown.append(f'<p class="note">{len(newest) - _MOST} more names: see RUN/media</p>')
@@ -39,7 +39,8 @@ def _body(run_dir: Path, path: Path, kind: str) -> str:
     try:
         size = path.stat().st_size
         if kind in ("text", "table"):
-            text = path.read_text(encoding="utf-8", errors="replace")
+            with path.open(encoding="utf-8", errors="replace") as file:
+                text = file.read(_LARGEST)
             return _table(text) if kind == "table" else f"<pre>{escape(text[:_LETTERS])}</pre>"
         if size > _LARGEST:
             return f'<p class="note">{escape(path.name)} has {size / 1e6:.1f} MB: see RUN/media</p>'

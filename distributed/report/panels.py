@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -231,7 +232,7 @@ def _time_bars(runs: Sequence[RunData]) -> Panel:
 
 def rank_names(run: RunData) -> list[str]:
     """Return the names `rank_0_s`, `rank_1_s`, ... in the order of ranks."""
-    seen = dict.fromkeys(name for record in run.times for name in record if name.startswith("rank_"))
+    seen = dict.fromkeys(name for record in run.times for name in record if re.fullmatch(r"rank_\d{1,9}_s", name))
     return sorted(seen, key=lambda name: (len(name), name))
 
 
@@ -256,7 +257,10 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
     ]
     if len(means) > _MANY_RANKS:
         middle = [
-            {**record, "median": statistics.median_low(record[name] for name in means if name in record)}
+            {
+                **record,
+                "median": statistics.median_low([record[name] for name in means if name in record] or [math.nan]),
+            }
             for record in run.times
         ]
         lines.append(Line(f"median of {len(means)} ranks", -1, points(middle, "median", _MS), is_dashed=True))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.config.kinds import MAX_COUNT, SECONDS, TEXT, Kind, is_number
+from distributed.config.reading import METRICS, LimitError, json_lines
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.runs.recorded import read_recorded
 from distributed.runs.summary import read_result
 
 Record = dict[str, Any]
+_LOGGED = {"step": SECONDS, "time": SECONDS}
+_MEDIUM = {"path": TEXT, "time": SECONDS}
 # Names in a record that are not metrics.
 POSITION = frozenset({"step", "epoch", "time", "split"})
 
@@ -74,11 +75,13 @@ def read_run(path: Path, label: str | None = None) -> RunData:
     run = RunDirectory(path)
     _check(run)
     try:
-        records = _read_records(run.metrics)
-        times, events = _read_records(run.times), _read_records(run.events, needs="event")
-        media = _read_records(run.media, needs="path")
+        records = [_metrics(record) for record in _read_records(run.metrics, _LOGGED)]
+        times = [_seconds(record) for record in _read_records(run.times, _LOGGED)]
+        events, media = run.read_events(), _read_records(run.media, _MEDIUM)
     except OSError as error:
         raise ConfigError(f"run {str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
+    except LimitError as error:
+        raise ConfigError(f"run {str(path)!r} cannot be read (a file {error}): name another") from None
     if not records:
         raise ConfigError(
             f"run {str(path)!r} has no metrics yet: wait for its first log line (see log_every_n_steps), or name another run"
@@ -135,42 +138,28 @@ def _check(run: RunDirectory) -> None:
     )
 
 
-def _read_records(path: Path, needs: str = "step") -> list[Record]:
-    """Return the JSON objects of the lines that have `needs`, a time and, if they have a step, a numeric one.
+def _read_records(path: Path, kinds: Mapping[str, Kind]) -> list[Record]:
+    """Return the JSON objects of the lines that have all values of `kinds`, and these values of the right kind.
 
-    Other lines are left out, such as a line that a killed writer left incomplete.
+    Other lines are left out, such as a line that a killed writer left incomplete. Raises OSError or LimitError.
     """
     try:
-        lines = path.read_bytes().splitlines()
+        return [record for record in json_lines(path, METRICS) if _has(record, kinds)]
     except FileNotFoundError:
         return []
-    return [
-        record
-        for record in _parsed(lines)
-        if isinstance(record, dict)
-        and needs in record
-        and _is_finite(record.get("time"))
-        and _is_finite(record.get("step", 0))
-    ]
 
 
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
+def _has(record: Any, kinds: Mapping[str, Kind]) -> bool:
+    return isinstance(record, dict) and all(name in record and kind.holds(record[name]) for name, kind in kinds.items())
 
 
-def _parsed(lines: Sequence[bytes]) -> Iterator[Any]:
-    """Yield the value of each line that is JSON.
+def _metrics(record: Record) -> Record:
+    """Return a record without what is no metric. Null stands for a value that is not finite."""
+    return {name: value for name, value in record.items() if value is None or is_number(value) or name in POSITION}
 
-    A file without incomplete lines is parsed at once, which is twice as fast.
-    """
-    try:
-        yield from json.loads(b"[" + b",".join(lines) + b"]")
-        return
-    except ValueError:
-        pass
-    for line in lines:
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
+
+def _seconds(record: Record) -> Record:
+    return {name: value for name, value in record.items() if is_number(value) and abs(value) <= MAX_COUNT}
 
 
 def _at_steps(events: list[Record], records: Sequence[Record]) -> list[Record]:

@@ -34,7 +34,7 @@ def sparkline(
 
 def _mark(value: float, values: tuple[float, float], marks: str) -> str:
     low, high = values
-    part = (value - low) / (high - low) if high > low else 0.0
+    part = (value - low) / (high - low) if 0 < high - low < math.inf else 0.0
     return marks[min(int(part * len(marks)), len(marks) - 1)]
 
 

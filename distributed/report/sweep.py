@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.config.kinds import COUNT, OBJECT, TEXT, check_kinds, list_of, optional
+from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from distributed.errors import ConfigError
 from distributed.report.curves import points, short
 from distributed.report.panels import Line, Panel
 from distributed.report.runs import read_run
 
 FILE = "sweep.json"
+_TRIAL = {
+    "config": OBJECT, "metrics": optional(OBJECT), "status": TEXT, "epochs": optional(COUNT), "run_dir": optional(TEXT),
+}  # fmt: skip
 _NUM_TREES = 100
 _MIN_TRIALS = 8  # with fewer trials a random forest is meaningless
 _MAX_CURVES = 60
+_HUGE = 1e300  # numbers from here on are treated as words, because their differences may be infinite
 _FEW = 5  # if a parameter has at most so many values, all of them are written beside its axis
 
 
@@ -62,7 +67,8 @@ def read_sweep(directory: Path) -> SweepData:
     """Return the search in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
     path = directory / FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        check_kinds(content, {"metric": TEXT, "mode": TEXT, "trials": list_of(OBJECT)})
         trials = [_trial(each, content["metric"], directory) for each in content["trials"]]
         sweep = SweepData(directory, str(content["metric"]), str(content.get("mode", "min")), trials)
     except OSError as error:
@@ -77,6 +83,7 @@ def read_sweep(directory: Path) -> SweepData:
 
 
 def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> TrialData:
+    check_kinds(content, _TRIAL)
     metrics = content.get("metrics") or {}
     value = metrics.get(metric)
     run_dir = content.get("run_dir")
@@ -205,7 +212,7 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _HUGE
 
 
 def _between(value: float, low: float, high: float) -> float:

@@ -103,6 +103,8 @@ def kept_elsewhere(path: Path) -> list[str]:
     found = addresses_of(path)
     for name in ("checkpoint_dir", "tensorboard_dir"):
         place = recorded.get(name)
-        if place is not None and not Path(place).resolve().is_relative_to(path.resolve()) and Path(place).exists():
+        if not isinstance(place, str) or not Path(place).exists():  # `exists` is false for a text that is no path
+            continue
+        if not Path(place).resolve().is_relative_to(path.resolve()):
             found.append(str(place))
     return found

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distributed.config.kinds import COUNT, SECONDS, TEXT, Kind, check_kinds, optional
+from distributed.config.reading import JOURNAL, LimitError, json_lines
 from distributed.errors import ConfigError, ResourceError
 from distributed.runs.processes import is_running
 
@@ -28,6 +30,11 @@ _PART = ".part"  # in the directory of another node than node 0
 REMOTE = "remote.json"  # file with the address of the copy of the directory in object storage, if there is one
 JOB = "job"  # directory of the files for a scheduler, written before the run
 LEARNING_RATE = "learning-rate"  # directory of a learning rate finder below that of the run; further ones get a number
+_EVENT = {
+    "event": TEXT, "time": SECONDS, "step": COUNT, "checkpoint": TEXT, "cause": optional(TEXT),
+    "traceback": optional(TEXT), "after": optional(TEXT), "directory": TEXT, "restart_count": COUNT,
+    "node": optional(Kind("a number or a name", lambda value: isinstance(value, (int, str)))),
+}  # fmt: skip
 _DYING_S = 5.0  # seconds that workers may take to end after their launcher was killed
 
 
@@ -223,14 +230,14 @@ class RunDirectory:
     def read_events(self, begin: int = 0, end: int | None = None) -> list[dict[str, Any]]:
         """Return the events from byte `begin` of the file to `end`, oldest first.
 
-        Other lines are ignored, such as one that a killed writer left incomplete.
+        Other lines are ignored, such as one that a killed writer left incomplete. Raises ConfigError if the file is beyond a limit.
         """
-        events = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in self.events.read_bytes()[begin:end].decode(errors="replace").splitlines():
-                with contextlib.suppress(ValueError):
-                    events.append(json.loads(line))
-        return [event for event in events if isinstance(event, dict) and "event" in event]
+        try:
+            return list(filter(_is_event, json_lines(self.events, JOURNAL, begin, end)))
+        except FileNotFoundError:
+            return []
+        except LimitError as error:
+            raise ConfigError(f"{str(self.events)!r} {error}: move it away") from None
 
     def events_size(self) -> int:
         """Return the size of events.jsonl in bytes, to pass to a later `read_events`."""
@@ -315,6 +322,14 @@ class RunDirectory:
         return ResourceError(
             f"{self._name} {str(self.path)!r} is in use by {holder}: stop that, or name another with {self._flag}"
         )
+
+
+def _is_event(line: Any) -> bool:
+    try:
+        check_kinds(line, _EVENT)
+    except ValueError:
+        return False
+    return "event" in line and "time" in line
 
 
 def last_failure_of(events: list[dict[str, Any]]) -> dict[str, Any] | None:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.config.kinds import COUNT, check_kinds, optional
+from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory, last_failure_of
 from distributed.runs.nested import holder_of
 from distributed.runs.summary import read_result
 
 _TAIL_BYTES = 64 * 1024  # of metrics.jsonl, more than its last line
+UNREADABLE = "unreadable"  # status of a run
 _FILES = ("events.jsonl", "result.json", "config.yaml")
 # How a part of a run has ended, by the last event of its node.
 _ENDS = {"finished": "finished", "preempted": "interrupted", "worker_failed": "failed", "node_failed": "failed"}
@@ -26,8 +28,9 @@ _ENDS = {"finished": "finished", "preempted": "interrupted", "worker_failed": "f
 class RunState:
     """A run as its files show it.
 
-    `status` is that of result.json ("running", "finished", "failed", "interrupted"), "starting" before there is one, or "killed" if
-    a run that had not ended has no process any more. Times are in seconds since the epoch.
+    `status` is that of result.json ("running", "finished", "failed", "interrupted"), "starting" before there is one, "killed" if a
+    run that had not ended has no process any more, or "unreadable" if a file of the run cannot be read, with the reason as `error`.
+    Times are in seconds since the epoch.
     """
 
     path: Path
@@ -68,22 +71,36 @@ def list_runs(directory: Path) -> list[RunState]:
     if _is_run(directory):
         return [read_state_of(directory)]
     runs = [path for path in directory.iterdir() if path.is_dir() and _is_run(path) and not RunDirectory(path).part_of]
-    found = [read_state_of(path) for path in runs]
+    found = [_listed(path) for path in runs]
     return sorted(found, key=lambda run: -run.began)
+
+
+def _listed(path: Path) -> RunState:
+    """Return the state of the run in `path`. One that cannot be read does not keep the others from being listed."""
+    try:
+        return read_state_of(path)
+    except ConfigError as error:
+        return RunState(
+            path=path, status=UNREADABLE, backend="", num_nodes=1, world_size=0, step=0, epoch=0, best={}, final={}, total_time=None,
+            samples_per_second=None, began=path.stat().st_mtime, changed=path.stat().st_mtime, checkpoint=None, error=str(error),
+            restarts=0, host="",
+        )  # fmt: skip
 
 
 def read_state_of(path: Path) -> RunState:
     """Return the state of the run in `path`, or what a node that is not node 0 knows of the run, if `path` is its directory.
 
-    Raises ConfigError if `path` is not a run directory.
+    Raises ConfigError if `path` is not a run directory, or has a file that no run can have written.
     """
     if not _is_run(path) and not RunDirectory(path).part_of:
         what = "does not exist" if not path.exists() else "is not a run directory"
         raise ConfigError(f"{str(path)!r} {what}: name a run, 'distributed runs' lists those in ./runs")
     run = RunDirectory(path)
-    result, events, last = read_result(path / "result.json") or {}, run.read_events(), _last_line(run.metrics)
-    times = (event.get("time") for event in events)
-    began = next((time for time in times if isinstance(time, int | float)), path.stat().st_mtime)
+    try:
+        result, events, last = read_result(path / "result.json") or {}, run.read_events(), _last_line(run.metrics)
+    except OSError as error:
+        raise ConfigError(f"{error.filename!r} cannot be read ({error.strerror}): check its permissions") from None
+    began = events[0]["time"] if events else path.stat().st_mtime
     starts = [index for index, event in enumerate(events) if event["event"] == "started"]
     # The failure of an earlier attempt is not that of the run.
     failed, holder = last_failure_of(events[starts[-1] if starts else 0 :]) or {}, holder_of(path)
@@ -144,16 +161,16 @@ def _other_host(holder: str) -> str:
 def _last_line(path: Path) -> dict[str, Any]:
     """Return the newest complete JSON object of the file, or {}."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read().splitlines()
-    except OSError:
+    except (OSError, LimitError):
         return {}
     for line in reversed(lines):
         with contextlib.suppress(ValueError):
-            found = json.loads(line)
-            if isinstance(found, dict):
-                return found
+            found = parse_json(line)
+            check_kinds(found, {"step": optional(COUNT), "epoch": optional(COUNT)})
+            return dict(found)
     return {}
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distributed.runs.directory import LEARNING_RATE, RunDirectory
-from distributed.runs.summary import is_training, read_result
+from distributed.runs.summary import is_training, readable_result
 
 _LEVELS_ABOVE = 4  # RUN/fit-2 is one level below a lock, SWEEP/trials/00000/fit-2 is three
 _PART = re.compile(rf"fit-\d+|{LEARNING_RATE}(-\d+)?")
@@ -32,7 +32,7 @@ def worker_above(path: Path) -> tuple[Path, str] | None:
     """
     for directory, holder in _holders_above(path):
         run = RunDirectory(directory)
-        has_ended = read_result(directory / "result.json") is not None and not is_training(run)
+        has_ended = readable_result(directory / "result.json") is not None and not is_training(run)
         if run.live_holder() or not has_ended:
             return directory, holder
     return None

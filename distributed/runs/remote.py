@@ -17,6 +17,7 @@ from distributed.checkpoints.durable import replace_text
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror
 from distributed.checkpoints.objects import Objects, unusable
 from distributed.config.addresses import below, check_address, check_library, is_address
+from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError
 from distributed.runs.directory import REMOTE, RunDirectory
 
@@ -153,7 +154,7 @@ def _take(run_dir: str, resume: bool) -> None:
 
 def _record(directory: Path) -> dict[str, Any]:
     try:
-        content = json.loads((directory / REMOTE).read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(directory / REMOTE, MAX_JSON_BYTES))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.errors import DistributedError
+from distributed.checkpoints.durable import replace_text
+from distributed.config.kinds import COUNT, NUMBER, SECONDS, TEXT, check_kinds, list_of, object_of, optional
 from distributed.config.plan import BatchPlan, ProcessPlan
+from distributed.config.reading import MAX_JSON_BYTES, LimitError, parse_json, read_bytes
+from distributed.errors import ConfigError, DistributedError
 from distributed.runs.directory import LEARNING_RATE, RunDirectory
 from distributed.state import TrainState, WorkerContext
-from distributed.checkpoints.durable import replace_text
 
 
 def was_interrupted(state: TrainState) -> bool:
@@ -102,7 +104,7 @@ def close_results(run: RunDirectory, code: int, error: str | None, on_end: Calla
     """
     end = {"status": "interrupted" if code in (130, 143) else "failed"} | ({} if error is None else {"error": error})
     for path in _result_files(run):
-        content = read_result(path) or {}
+        content = readable_result(path) or {}
         is_open = content.get("status") in (("running",) if code == 0 else (None, "running", "failed"))
         if is_open:
             write_result(path, content | end)
@@ -111,7 +113,7 @@ def close_results(run: RunDirectory, code: int, error: str | None, on_end: Calla
 
 def is_training(run: RunDirectory) -> bool:
     """Return whether a fit of the run has begun and not ended, as its result.json says."""
-    return any((read_result(path) or {}).get("status") == "running" for path in _result_files(run))
+    return any((readable_result(path) or {}).get("status") == "running" for path in _result_files(run))
 
 
 def _result_files(run: RunDirectory) -> list[Path]:
@@ -123,17 +125,49 @@ def _result_files(run: RunDirectory) -> list[Path]:
 def add_warning(run: RunDirectory, text: str, world_size: int) -> None:
     """Add a warning to the result.json of a run that succeeded. Create the file if no Trainer has created it."""
     path = run.path / "result.json"
-    content = {"status": "finished", "world_size": world_size, **(read_result(path) or {})}
+    content = {"status": "finished", "world_size": world_size, **(readable_result(path) or {})}
     write_result(path, content | {"warnings": [*content.get("warnings", ()), text]})
 
 
 def read_result(path: Path) -> dict[str, Any] | None:
-    """Return the content of a result.json, or None if the file is missing or cannot be read."""
+    """Return the content of a result.json, or None if the file is missing, cannot be opened or does not hold a JSON object.
+
+    Raises ConfigError if the file is beyond a limit, or has a value that no run writes.
+    """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_bytes(path, MAX_JSON_BYTES))
+    except LimitError as error:
+        raise _wrong(path, error) from None
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
+    if not isinstance(content, dict):
+        return None
+    try:
+        check_kinds(content, _KINDS)
+    except ValueError as error:
+        raise _wrong(path, error) from None
+    return content
+
+
+_METRICS = optional(object_of(optional(NUMBER)))
+_KINDS = {
+    "status": TEXT, "backend": optional(TEXT), "world_size": optional(COUNT), "num_nodes": optional(COUNT), "steps": optional(COUNT),
+    "epochs": optional(COUNT), "total_time": optional(SECONDS), "final_metrics": _METRICS, "best_metrics": _METRICS,
+    "samples_per_second": optional(SECONDS), "checkpoint": optional(TEXT), "stop_reason": optional(TEXT), "error": optional(TEXT),
+    "warnings": list_of(TEXT),
+}  # fmt: skip
+
+
+def _wrong(path: Path, why: ValueError) -> ConfigError:
+    return ConfigError(f"{str(path)!r} {why}: remove it")
+
+
+def readable_result(path: Path) -> dict[str, Any] | None:
+    """Return what `read_result` returns, or None if no run can have written the file, which is then replaced."""
+    try:
+        return read_result(path)
+    except ConfigError:
+        return None
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ from distributed.config.addresses import refuse_address
 from distributed.config.fields import rules
 from distributed.config.merging import Overrides, merge, split_sweep
 from distributed.config.plan import plan_processes
+from distributed.config.reading import parse_yaml
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError
 from distributed.launcher.start import launch_request
@@ -27,6 +28,7 @@ from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals
 from distributed.launching.subreaper import Subreaper
 from distributed.loggers.registry import check_directories, check_libraries
+from distributed.loggers.wording import shown
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.state import OnEvent
@@ -212,7 +214,7 @@ class ScriptSweep:
         if end.signum:
             return 128 + end.signum
         if end.error is not None:
-            sys.stderr.write(f"error: {end.error}\n")
+            sys.stderr.write(shown(f"error: {end.error}\n", keep="\n\t"))
         return end.exit_code
 
 
@@ -287,9 +289,7 @@ def _check_once(settings: Sequence[Mapping[str, Any]], names: Sequence[str]) -> 
 
 
 def _space_text(path: str) -> Any:
-    import yaml
-
-    return yaml.safe_load(Path(path).read_bytes())
+    return parse_yaml(Path(path).read_bytes())
 
 
 def _work(plan: SearchPlan, on_event: OnEvent) -> None:

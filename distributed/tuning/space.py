@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributed.config.reading_yaml import read_unique
+from distributed.config.reading import read_unique
 from distributed.errors import ConfigError, nearest
 
 _EXAMPLE = "learning_rate: {loguniform: [1e-4, 1e-1]}"

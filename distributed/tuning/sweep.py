@@ -13,19 +13,27 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
+from distributed.config.kinds import COUNT, OBJECT, SECONDS, TEXT, check_kinds, optional
 from distributed.config.merging import Overrides, joined, split_sweep
+from distributed.config.reading import JOURNAL, MAX_YAML_BYTES, LimitError, json_lines, parse_yaml, read_bytes
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.state import EpochMetrics
 from distributed.tuning.space import Space
 
 OPEN = ("running", "waiting")  # states of a trial that has not ended
+_LINE = {  # of the journal
+    "trial": COUNT, "event": TEXT, "time": SECONDS, "config": OBJECT, "row": OBJECT, "cloned": optional(COUNT), "status": TEXT,
+    "error": optional(TEXT),
+}  # fmt: skip
+_ROW = {"epoch": SECONDS, "validations": SECONDS}
 
 
 @dataclasses.dataclass
@@ -141,14 +149,24 @@ class Sweep:
 
     def read(self) -> None:
         """Read the journal of an earlier process. Trials that did not end are marked as waiting."""
-        content = self.journal.read_text(encoding="utf-8", errors="replace") if self.journal.exists() else ""
-        for text in content.splitlines():
-            # The last line may be cut off if its writer was killed, and users may have edited the file.
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                self.apply(json.loads(text))
-        if content and not content.endswith("\n"):  # so that the next line begins on a new line
-            with self.journal.open("a", encoding="utf-8") as file:
-                file.write("\n")
+        try:
+            for line in json_lines(self.journal, JOURNAL):
+                # The last line may be cut off if its writer was killed, and users may have edited the file.
+                with contextlib.suppress(ValueError, KeyError):
+                    check_kinds(line, _LINE)
+                    check_kinds(line.get("row", {}), _ROW)
+                    if {"trial", "event", "time"} <= line.keys():
+                        self.apply(line)
+            with self.journal.open("r+b") as file:
+                if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
+                    file.write(b"\n")  # so that the next line begins on a new line
+        except FileNotFoundError:
+            pass
+        except (OSError, LimitError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise ConfigError(
+                f"{str(self.journal)!r} cannot be read ({why}): start a new sweep with another --run-dir"
+            ) from None
         for record in self.records.values():
             record.since = None
             if record.status in (*OPEN, "interrupted"):
@@ -302,8 +320,12 @@ def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[s
         raise ConfigError(f"run directory {str(directory)!r} holds no sweep to resume: name another with --run-dir")
     sweep.run.check(resume=resume)
     text = yaml.safe_dump(_as_yaml({"metric": metric, "mode": mode, **configuration}), sort_keys=False)
+    try:
+        now = parse_yaml(text.encode())
+    except LimitError as error:
+        raise ConfigError(f"search_space: {file} {error}, so that no resume could read it: give fewer values") from None
     if resume and file.exists():
-        _check_same(_configuration_before(file), yaml.safe_load(text), directory)
+        _check_same(_configuration_before(file), now, directory)
     sweep.run.lock()
     sweep.read()
     (directory / "trials").mkdir(exist_ok=True)
@@ -317,17 +339,15 @@ def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[s
 
 
 def _configuration_before(file: Path) -> Mapping[str, Any]:
-    import yaml
-
     try:
-        content = yaml.safe_load(file.read_bytes())
-    except (OSError, yaml.YAMLError):
-        content = None
-    if not isinstance(content, Mapping):
+        content = parse_yaml(read_bytes(file, MAX_YAML_BYTES))
+        check_kinds(content, {"metric": TEXT, "mode": TEXT, "num_samples": COUNT})
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"{file} is damaged, so the options of the sweep are unknown: start a new one with another --run-dir"
-        )
-    return content
+            f"{file} is damaged, so the options of the sweep are unknown ({why}): start a new one with another --run-dir"
+        ) from None
+    return dict(content)
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
@@ -348,7 +368,7 @@ def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Pa
 
 
 def _short(value: Any) -> str:
-    text = json.dumps(value)
+    text = json.dumps(value, default=str)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.loggers.wording import duration, number
+from distributed.loggers.wording import duration, number, shown
 from distributed.tuning.sweep import Sweep, TrialRecord
 
 _GAP = "  "
@@ -41,6 +41,7 @@ class TrialTable:
 
     def print_line(self, line: str) -> None:
         """Print a line that stays above the live table."""
+        line = shown(line)
         with contextlib.suppress(OSError):  # the terminal or the pipe was closed: the search continues
             if self._live is not None:
                 self._console.print(line, markup=False, highlight=False, emoji=False)
@@ -71,6 +72,7 @@ class TrialTable:
     def _table(self, caption: bool = True) -> Any:
         """Return a table of all trials, the best first."""
         from rich.table import Table as Rich
+        from rich.text import Text
 
         sweep = self._sweep
         names = list(dict.fromkeys(name for record in sweep.all for name in record.config))
@@ -80,11 +82,11 @@ class TrialTable:
         heads = ["trial", "status", "epochs", sweep.metric, *names]
         num_shown = _num_fitting([heads, *rows], self._console.width)
         for column, head in enumerate(heads[:num_shown]):
-            table.add_column(head, no_wrap=True, justify="left" if column < 2 else "right")
+            table.add_column(Text(shown(head)), no_wrap=True, justify="left" if column < 2 else "right")
         if num_shown < len(heads):
             table.add_column("…")
         for row in rows:
-            table.add_row(*row[:num_shown])
+            table.add_row(*(Text(shown(cell)) for cell in row[:num_shown]))
         return table
 
     def _row(self, record: TrialRecord, names: Sequence[str]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from distributed.callbacks import Callback
 from distributed.callbacks.of_fit import bound, load_states, states
-from distributed.errors import ConfigError
+from distributed.errors import CheckpointError, ConfigError
 from tests.unit.contexts import a_context
 
 
@@ -38,6 +38,11 @@ def test_a_callback_finds_its_own_state_wherever_it_stands():
 def test_a_state_that_no_callback_takes_is_named():
     kept = states([Counts(1), Totals(2), Counts(3)])
     assert load_states([Counts()], kept) == ["Totals", "Counts:2"]
+
+
+def test_a_state_that_does_not_fit_its_callback_is_refused():
+    with pytest.raises(CheckpointError, match=r"a state of Counts that does not fit it \(KeyError: 'count'\)"):
+        load_states([Counts()], {"Counts": {}})
 
 
 def test_outside_of_a_fit_the_context_is_an_error_that_says_so():

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from distributed.backends.world import OneProcess
@@ -698,6 +699,32 @@ def test_a_state_file_that_is_none_is_refused(tmp_path: Path, content: bytes) ->
     (tmp_path / "state.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"state\.json"):
         read_state(tmp_path)
+
+
+def test_a_state_that_does_not_fit_the_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(tmp_path)
+    path = one.save(1)
+    monkeypatch.setattr(one.backend, "load", lambda directory, state: int(state["world_size"]))
+    with pytest.raises(CheckpointError, match=r"its state does not fit this run \(KeyError: 'world_size'\)"):
+        one.store.load(path)
+
+
+def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    for value, said in ((deep, "more than 100 deep"), (10**400, "401 digits")):
+        with pytest.raises(TrainingError, match=said):
+            rig(tmp_path).save(1, callbacks={"mine": value})
+    assert names(tmp_path) == []
+
+
+def test_an_array_is_not_read_many_times(tmp_path: Path) -> None:
+    path = rig(tmp_path).save(1, callbacks={"mine": numpy.zeros(4)})
+    text = (path / "state.json").read_text()
+    (path / "state.json").write_text(text.replace('"mine": ', '"other": {"__array__": "0"}, "mine": '))
+    with pytest.raises(CheckpointError, match=r"state\.json is not a training state"):
+        read_state(path)
 
 
 def test_listing_and_verifying_load_no_framework(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_a_malformed_space_is_one_line(content, said):
     [
         (
             "a: [1",
-            "line 1 is not YAML (expected ',' or ']', but got '<stream end>'): write lines such as 'learning_rate: ",
+            "line 2 is not YAML (did not find expected ',' or ']'): write lines such as 'learning_rate: ",
         ),
         ("", "is empty"),
         (None, "cannot be read"),

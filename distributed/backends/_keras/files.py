@@ -17,6 +17,7 @@ from distributed.backends._keras.names import matched, model_variables, optimize
 from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.checkpoints.tensor_file import WORDS, RawTensor, read_raw, write_tensors
 from distributed.checkpoints.weights import LoadedWeights, StoredWeights, check_loaded
+from distributed.config.reading import parse_json
 from distributed.errors import CheckpointError, ConfigError
 
 
@@ -203,8 +204,8 @@ def _kept(files: Iterable[Path]) -> dict[str, Any]:
     for file in files:
         _, metadata = read_raw(file)
         try:
-            kept = json.loads(metadata.get("keras", "{}"))
-        except (ValueError, RecursionError):
+            kept = parse_json(metadata.get("keras", "{}"))
+        except ValueError:
             raise CheckpointError(f"{file}: its metadata 'keras' is damaged") from None
         if isinstance(kept, dict) and isinstance(kept.get("variables"), list):
             return {"variables": kept["variables"], "build": kept.get("build")}

@@ -133,7 +133,7 @@ class Generators:
     def _load(self, directory: Path, replica: int) -> bool:
         path = directory / "rng" / f"rank-{self._streams[replica]}.safetensors"
         if not path.exists():
-            return False
+            raise CheckpointError(f"{path} is missing, which has the random generators of this rank")
         raw, metadata = read_raw(path)
         states = {tensor.name: _array(tensor) for tensor in raw}
         if "torch" in states:

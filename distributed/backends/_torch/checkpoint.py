@@ -59,8 +59,9 @@ def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], 
     backend.measured.wholes.load(directory, state.get("over_all"))
     if form := state.get("loss_form"):  # choosing the form of the loss again on another batch could give another form
         passes.resume(form)
-    is_same = int(state["world_size"]) == backend.world.world_size
-    return is_same and tensors.load_rng(directory, backend.world.rank, backend.device)
+    if int(state["world_size"]) != backend.world.world_size:
+        return False
+    return tensors.load_rng(directory, backend.world.rank, backend.device)
 
 
 def _left_out(backend: TorchBackend[Any], directory: Path, content: Any) -> frozenset[str]:

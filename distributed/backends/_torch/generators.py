@@ -108,12 +108,12 @@ def save_rng(directory: Path, rank: int, device: torch.device) -> None:
 def load_rng(directory: Path, rank: int, device: torch.device) -> bool:
     """Restore this rank's generator states, bit for bit.
 
-    Returns False if none were saved for this rank: the world size differs, or the state was saved on a CPU and the
-    run now uses a GPU.
+    Returns False if they do not fit: an engine without torch saved them, or they were saved on a CPU and the run now uses a GPU.
+    Raises CheckpointError if the file is missing or damaged.
     """
     path = rng_file(directory, rank)
     if not path.exists():
-        return False
+        raise CheckpointError(f"{path} is missing, which has the random generators of rank {rank}")
     states, metadata = read_file(path)
     needed = {"torch", "cuda"} if device.type == "cuda" else {"torch"}
     if not needed <= states.keys():  # saved by an engine without torch, or on a CPU

@@ -1,0 +1,277 @@
+"""Read JSON and YAML of files that somebody else may have written, within limits; what their content means does not belong here."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from distributed.errors import ConfigError
+
+MAX_DEPTH = 100  # of lists and objects inside each other
+MAX_DIGITS = 300  # of a whole number, so that it is a finite float too
+MAX_JSON_BYTES = 32 << 20
+MAX_GROUPS = 300_000  # lists and objects in one JSON file, each of which takes some hundred bytes of memory
+MAX_MANIFEST_BYTES = 8 << 20
+# Of a safetensors file. The format allows 100 MB, which takes a gigabyte as Python objects. These limits are enough for about
+# 130,000 tensors, which take 170 MB. A tensor has three lists and objects, and a piece of one has two more.
+MAX_HEADER_BYTES, MAX_HEADER_GROUPS = 16_000_000, 500_000
+MAX_LINE_BYTES = 1 << 20  # a longer line of a JSON Lines file is left out
+JOURNAL = (32 << 20, MAX_GROUPS)  # bytes, lists and objects of a JSON Lines file
+METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
+MAX_YAML_BYTES = 256 << 10  # also after each alias is replaced by what it stands for
+
+# What the constructors of yaml raise for a value that does not fit its tag, such as the date 2026-99-99
+_YAML_VALUE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
+
+
+class LimitError(ValueError):
+    """A file is beyond a limit. The message says what is wrong and goes on after the name of the file."""
+
+
+def open_regular(path: Path, flags: int = 0) -> BinaryIO:
+    """Open a regular file for reading. `flags` are further flags of `os.open`.
+
+    Raises OSError if it cannot be opened, LimitError if it is another kind of file, such as a pipe, whose reader would wait.
+    """
+    file = open(path, "rb", opener=lambda name, more: os.open(name, flags | more | os.O_NONBLOCK))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise LimitError("is not a regular file")
+    return file
+
+
+def read_bytes(path: Path, most: int, flags: int = 0) -> bytes:
+    """Return the content of a file as `open_regular` opens it. Raises its errors, and LimitError if there are more than `most` bytes."""
+    with open_regular(path, flags) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise LimitError(f"has {size} bytes, {most} are allowed")
+        return file.read(most)
+
+
+def parse_json(raw: bytes | str) -> Any:
+    """Return the value of a JSON text. NaN and infinity are accepted as Python's `json` writes them.
+
+    Raises ValueError if it is not JSON; of this kind LimitError if it is beyond a limit.
+    """
+    groups = num_groups(raw)
+    if groups > MAX_GROUPS:
+        raise LimitError(f"has {groups} lists and objects, {MAX_GROUPS} are allowed")
+    return _parsed(raw if isinstance(raw, str) else raw.decode(), groups)
+
+
+def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
+    """Yield the value of each line of a JSON Lines file, from byte `begin` to `end`.
+
+    Lines that are not JSON, such as one that a killed writer left incomplete, and lines beyond a limit are left out.
+
+    Args:
+        path: the file.
+        most: the largest number of bytes, and of lists and objects: `JOURNAL` or `METRICS`.
+        begin: the byte at which the first line begins.
+        end: the byte at which the last line ends, or None for the end of the file.
+
+    Raises:
+        OSError: the file cannot be opened.
+        LimitError: the file is not a regular one, or is larger than `most`.
+    """
+    most_bytes, groups = most
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        left = (size if end is None else min(end, size)) - begin
+        if left > most_bytes:
+            raise LimitError(f"has {left} bytes, {most_bytes} are allowed")
+        file.seek(begin)
+        while left > 0 and (line := file.readline(left)):
+            left -= len(line)
+            num_here = num_groups(line)
+            groups -= num_here
+            if groups < 0:
+                raise LimitError(f"has more than {most[1]} lists and objects")
+            try:
+                value = _parsed(line.decode(errors="replace"), num_here) if len(line) <= MAX_LINE_BYTES else None
+            except ValueError:
+                continue
+            if value is not None:
+                yield value
+
+
+def _parsed(text: str, groups: int) -> Any:
+    try:
+        content = _DECODER.decode(text)
+    except RecursionError:
+        raise _too_deep() from None
+    if groups > MAX_DEPTH:
+        _check_depth(content)
+    return content
+
+
+def num_groups(raw: bytes | str) -> int:
+    """Return the number of lists and objects in a JSON text, or a larger one if its strings have brackets."""
+    return raw.count("[") + raw.count("{") if isinstance(raw, str) else raw.count(b"[") + raw.count(b"{")
+
+
+def _whole(text: str) -> int:
+    digits = len(text.removeprefix("-"))
+    if digits > MAX_DIGITS:
+        raise LimitError(f"has a number of {digits} digits, {MAX_DIGITS} are allowed")
+    return int(text)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise LimitError(f"has the number {text[:20]}, which is too large")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_float)
+
+
+def _check_depth(content: Any) -> None:
+    level = [content]
+    for _ in range(MAX_DEPTH + 1):
+        level = [each for group in level for each in _inside(group) if isinstance(each, (dict, list))]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _inside(group: Any) -> Iterable[Any]:
+    return group.values() if isinstance(group, dict) else group if isinstance(group, list) else ()
+
+
+def _too_deep() -> LimitError:
+    return LimitError(f"has lists or objects more than {MAX_DEPTH} deep inside each other")
+
+
+# ------------------------------------------------------------------ YAML
+
+
+def read_unique(path: str | os.PathLike[str], where: str, wanted: str) -> tuple[Any, dict[str, int]]:
+    """Return the content of a YAML file, and the line of each top-level name and of each name in a group (as `group.name`).
+
+    A name that occurs twice is an error. YAML itself would keep the last one.
+
+    Args:
+        path: the file, which may be a pipe.
+        where: the name of the file in messages.
+        wanted: what to write instead of a text that is not YAML.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, is beyond a limit, or has a name twice. The message has the line.
+    """
+    import yaml
+
+    try:
+        with open(path, "rb") as file:
+            raw = file.read(MAX_YAML_BYTES + 1)
+        loader, node = _composed(raw)
+        lines = _lines(node, where)
+        return None if node is None else loader.construct_document(node), lines
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read ({error.strerror}): name another") from None
+    except LimitError as error:
+        raise ConfigError(f"{where} {error}: write {wanted}") from None
+    except (yaml.YAMLError, *_YAML_VALUE_ERRORS) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "no text"
+        raise ConfigError(f"{where}{line} is not YAML ({problem}): write {wanted}") from None
+
+
+def parse_yaml(raw: bytes) -> Any:
+    """Return the value of a YAML text. Raises ValueError if it is not YAML, of this kind LimitError if it is beyond a limit."""
+    import yaml
+
+    try:
+        loader, node = _composed(raw)
+        return None if node is None else loader.construct_document(node)
+    except LimitError:
+        raise
+    except (yaml.YAMLError, *_YAML_VALUE_ERRORS):
+        raise ValueError("is not YAML") from None
+
+
+def _composed(raw: bytes) -> tuple[Any, Any]:
+    """Return a loader and the node of the document in `raw`, which is None if there is none. Raises LimitError."""
+    import yaml
+
+    if len(raw) > MAX_YAML_BYTES:
+        raise LimitError(f"has more than {MAX_YAML_BYTES} bytes")
+    _check_events(yaml.parse(raw, _loader()))
+    loader = _loader()(raw)
+    return loader, loader.get_single_node()
+
+
+def _check_events(events: Iterable[Any]) -> None:
+    """Raise LimitError if the nodes are too deep inside each other, or too large after all aliases are replaced."""
+    import yaml
+
+    total, sizes = 0, dict[str, int]()  # sizes: anchor -> the size of what it stands for
+    begun: list[tuple[str | None, int]] = []
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor not in sizes:
+                raise LimitError(f"uses the alias *{event.anchor} before what it stands for has ended")
+            total += sizes[event.anchor]
+        elif isinstance(event, yaml.ScalarEvent):
+            total += 1 + len(event.value)
+            sizes |= {event.anchor: 1 + len(event.value)} if event.anchor else {}
+        elif isinstance(event, yaml.CollectionStartEvent):
+            begun.append((event.anchor, total))
+            total += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, before = begun.pop()
+            sizes |= {anchor: total - before} if anchor else {}
+        if len(begun) > MAX_DEPTH:
+            raise _too_deep()
+        if total > MAX_YAML_BYTES + 1:
+            raise LimitError(f"has more than {MAX_YAML_BYTES} bytes after its aliases are replaced")
+
+
+@functools.cache
+def _loader() -> Any:
+    """Return yaml's SafeLoader without the numbers to the base of 60 of YAML 1.1, which read `num_nodes: 1:4` as 64."""
+    import yaml
+
+    loader: Any = type(
+        "Loader", (getattr(yaml, "CSafeLoader", yaml.SafeLoader),), {}
+    )  # the C loader is ten times as fast
+
+    def number(loader: Any, node: Any) -> Any:
+        if ":" in node.value:
+            return node.value
+        if not node.tag.endswith(":int"):
+            value = loader.construct_yaml_float(node)
+            if math.isinf(value) and "inf" not in node.value.lower():
+                raise LimitError(f"has the number {node.value[:20]}, which is too large")
+            return value
+        if abs(value := loader.construct_yaml_int(node)) >= 10**MAX_DIGITS:
+            raise LimitError(f"has a number of more than {MAX_DIGITS} digits")
+        return value
+
+    for tag in ("int", "float"):
+        loader.add_constructor(f"tag:yaml.org,2002:{tag}", number)
+    return loader
+
+
+def _lines(node: Any, where: str, prefix: str = "") -> dict[str, int]:
+    """Return the line of each name in the mapping `node`. Raises ConfigError if a name occurs twice."""
+    lines: dict[str, int] = {}
+    for key, value in node.value if getattr(node, "id", "") == "mapping" else ():
+        if key.id != "scalar":
+            continue
+        name, line = prefix + key.value, key.start_mark.line + 1
+        if name in lines:
+            raise ConfigError(f"{where} has {key.value!r} in line {lines[name]} and again in line {line}: drop one")
+        lines[name] = line
+        if not prefix:
+            lines.update(_lines(value, where, f"{name}."))
+    return lines

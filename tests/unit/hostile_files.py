@@ -1,0 +1,335 @@
+"""Files that somebody wrote to harm their reader. Run as a program, it reads each of them within a limit of memory.
+
+For each case it prints a line of JSON: the name, the kind of the error and its message, and the seconds of CPU time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from distributed.checkpoints.manifest import (
+    _SEAL,
+    MANIFEST,
+    STATE,
+    FileRecord,
+    Manifest,
+    file_digest,
+    list_checkpoints,
+    verify,
+)
+from distributed.checkpoints.state_file import read_state, write_state
+from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.config.merging import read_config_file
+from distributed.report.sweep import read_sweep
+from distributed.runs.directory import RunDirectory
+from distributed.runs.listing import read_state_of
+from distributed.runs.recorded import read_recorded
+from distributed.runs.summary import read_result
+from distributed.state import TrainState
+from distributed.tuning.sweep import Sweep, open_sweep
+
+MEMORY_BYTES = 200 << 20
+Edit = Callable[[str], str]
+
+
+def write_checkpoint(path: Path, *, manifest: Edit = str, state: Edit = str) -> Path:
+    """Write a small checkpoint whose files a forger has edited and sealed again."""
+    (path / "model").mkdir(parents=True)
+    weights = [RawTensor("weight", "F32", (2,), lambda: bytes(8))]
+    write_tensors(path / "model" / "model.safetensors", weights, {"format": "pt"})
+    train = TrainState(
+        step=4, epoch=1, samples_in_epoch=8, samples_seen=40, metrics={"loss": 0.5}, rows=[{"step": 4, "epoch": 1, "loss": 0.5}],
+        epoch_sums={"loss": [1.0, 8.0]}, train_time_s=1.5, fit_starts=[[0, 0]], callbacks={"Mine": {"best": 0.5, "seen": (1, 2)}},
+    )  # fmt: skip
+    write_state(path, train, {"world_size": 1, "step": 4, "optimizer": {"lr": 0.1}})
+    text = (path / STATE).read_text()
+    if (edited := state(text)) != text:
+        (path / STATE).write_text(edited)
+    return seal(path, manifest)
+
+
+def seal(path: Path, manifest: Edit = str) -> Path:
+    """Write the manifest of the files that are there."""
+    files = {
+        str(each.relative_to(path)): each
+        for each in sorted(path.rglob("*"))
+        if each.is_file() and each.name != MANIFEST
+    }
+    records = {name: FileRecord(each.stat().st_size, file_digest(each)) for name, each in files.items()}
+    plain = Manifest(
+        4,
+        1,
+        40,
+        8,
+        "single",
+        1,
+        1,
+        "2026-01-01T00:00:00",
+        "val_loss",
+        "min",
+        0.5,
+        {"epochs": 3},
+        {"python": "3"},
+        records,
+    )
+    (path / MANIFEST).write_bytes(sealed(manifest(plain.to_bytes().rpartition(_SEAL)[0].decode())))
+    return path
+
+
+def sealed(body: str | bytes) -> bytes:
+    """Return the content of a manifest with a right digest of itself."""
+    raw = body if isinstance(body, bytes) else body.encode()
+    return raw + _SEAL + xxhash.xxh3_128_hexdigest(raw).encode() + b'"\n}\n'
+
+
+def _put(old: str, new: str) -> Edit:
+    def edit(text: str) -> str:
+        assert old in text, old
+        return text.replace(old, new, 1)
+
+    return edit
+
+
+def _in_manifest(old: str, new: str) -> Callable[[Path], None]:
+    return lambda path: verify(write_checkpoint(path / "step-00000004", manifest=_put(old, new)))
+
+
+def _in_state(old: str, new: str) -> Callable[[Path], None]:
+    return lambda path: read_state(write_checkpoint(path, state=_put(old, new)))
+
+
+def _header(content: bytes) -> Callable[[Path], Any]:
+    def read(path: Path) -> None:
+        file = path / "x.safetensors"
+        file.write_bytes(len(content).to_bytes(8, "little") + content)
+        read_raw(file)
+
+    return read
+
+
+def _deep_directories(path: Path) -> None:
+    write_checkpoint(path / "step-00000004")
+    (path / "step-00000004" / "/".join("a" * 300)).mkdir(parents=True)
+    verify(path / "step-00000004")
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path / "config.yaml")
+    read_recorded(path / "config.yaml")
+
+
+def _config(text: str) -> Callable[[Path], Any]:
+    def read(path: Path) -> None:
+        (path / "config.yaml").write_text(text)
+        read_config_file(path / "config.yaml")
+
+    return read
+
+
+def _recorded(text: str) -> Callable[[Path], Any]:
+    def read(path: Path) -> None:
+        (path / "config.yaml").write_text(text)
+        read_recorded(path / "config.yaml")
+
+    return read
+
+
+def _sweep_yaml(text: str) -> Callable[[Path], Any]:
+    def read(path: Path) -> None:
+        (path / "sweep.yaml").write_text(text)
+        (path / "trials.jsonl").write_text("")
+        open_sweep(path, "loss", "min", {"num_samples": 4}, True)
+
+    return read
+
+
+def _written(name: str, text: str | int, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Return a function that writes the file `name`, or gives it so many bytes of zeros, and reads it."""
+
+    def write_and_read(path: Path) -> None:
+        if isinstance(text, int):
+            (path / name).touch()
+            os.truncate(path / name, text)
+        else:
+            (path / name).write_text(text)
+        read(path)
+
+    return write_and_read
+
+
+def _result(text: str) -> Callable[[Path], Any]:
+    return _written("result.json", text, lambda path: read_result(path / "result.json"))
+
+
+def _sweep_json(text: str) -> Callable[[Path], Any]:
+    return _written("sweep.json", text, read_sweep)
+
+
+def _events(path: Path) -> Any:
+    return RunDirectory(path).read_events()
+
+
+def _journal(path: Path) -> None:
+    Sweep(path, "loss", "min").read()
+
+
+DEEP = "[" * 1200 + "]" * 1200
+GROUPS = "[" + "[]," * 2_000_000 + "[]]"
+TENSORS = ",".join(f'"{i:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(400_000))
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join(f'*{before}' for _ in range(9))}]\n"
+    for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+)
+LONG_TEXT = f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 10_000)}]\n"
+TRIAL = '{"id": "1", "config": {"lr": %s}, "metrics": {"loss": %s}}'
+SWEEP = f'{{"metric": "loss", "mode": "min", "trials": [{TRIAL}]}}'
+
+# Name -> (function that writes and reads the file in an empty directory, what the message says).
+CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "manifest: bytes 1e999": (_in_manifest('"bytes": 112', '"bytes": 1e999'), "manifest.json has the number 1e999"),
+    "manifest: infinite bytes": (_in_manifest('"bytes": 112', '"bytes": Infinity'), "bytes=inf, which is not a whole number"),
+    "manifest: negative bytes": (_in_manifest('"bytes": 112', '"bytes": -1'), "bytes=-1"),
+    "manifest: 400 digits": (_in_manifest('_value": 0.5', '_value": ' + "9" * 400), "manifest.json has a number of 400 digits"),
+    "manifest: 5000 digits": (_in_manifest('_value": 0.5', '_value": ' + "9" * 5000), "manifest.json has a number of 5000 digits"),
+    "manifest: negative step": (_in_manifest('"step": 4', '"step": -4'), "manifest.json has step=-4"),
+    "manifest: step true": (_in_manifest('"step": 4', '"step": true'), "manifest.json has step=True"),
+    "manifest: cursor of 10^18": (
+        _in_manifest('"samples_in_epoch": 8', f'"samples_in_epoch": {10**18}'), "samples_in_epoch=1000000000000000000"
+    ),
+    "manifest: nested lists": (_in_manifest('"epochs": 3', f'"epochs": {DEEP}'), "more than 100 deep"),
+    "manifest: nested objects": (
+        _in_manifest('"epochs": 3', '"epochs": ' + '{"a":' * 600 + "1" + "}" * 600), "more than 100 deep"
+    ),
+    "manifest: two million lists": (_in_manifest('"epochs": 3', f'"epochs": {GROUPS}'), "lists and objects, 300000 are allowed"),
+    "manifest: a name with an escape": (
+        _in_manifest('"model/model.safetensors"', '"model/\\u001b[2J"'), "which has control characters"
+    ),
+    "manifest: versions of lists": (_in_manifest('"python": "3"', '"python": []'), "manifest.json has versions="),
+    "manifest: files as a list": (_in_manifest('"files": {', '"files": [], "more": {'), "manifest.json has files=[]"),
+    "manifest: no epoch": (_in_manifest('"epoch": 1', '"other": 1'), "manifest.json lacks epoch"),
+    "directories in each other": (_deep_directories, "more than 100 directories deep"),
+    "state: 1e999": (_in_state('"step": 4', '"step": 1e999'), "state.json has the number 1e999"),
+    "state: 400 digits": (_in_state('"train_time_s": 1.5', '"train_time_s": ' + "1" * 400), "state.json has a number of 400 digits"),
+    "state: nested lists": (_in_state('"best": 0.5', f'"best": {DEEP}'), "more than 100 deep"),
+    "state: two million lists": (_in_state('"best": 0.5', f'"best": {GROUPS}'), "lists and objects, 300000 are allowed"),
+    "state: negative step": (_in_state('"step": 4', '"step": -4'), "has step=-4"),
+    "state: cursor of 10^18": (_in_state('"samples_in_epoch": 8', f'"samples_in_epoch": {10**18}'), f"samples_in_epoch={10**18}"),
+    "state: cursor beyond all samples": (
+        _in_state('"samples_in_epoch": 8', '"samples_in_epoch": 41'), "samples_in_epoch=41, more than samples_seen=40"
+    ),
+    "state: negative seconds": (_in_state('"train_time_s": 1.5', '"train_time_s": -1.5'), "train_time_s=-1.5"),
+    "state: metrics of texts": (_in_state('"loss": 0.5', '"loss": "low"'), "has metrics="),
+    "state: a row without a step": (_in_state('"rows": [', '"rows": [{"loss": 1.0},'), "row without its step and epoch"),
+    "state: callbacks as a list": (_in_state('"callbacks": {', '"callbacks": [1], "more": {'), "has callbacks=[1]"),
+    "state: an unknown array": (_in_state('"best": 0.5', '"best": {"__array__": "0"}'), "state.json is not a training state"),
+    "state: no backend": (_in_state('"backend": {', '"backend": [], "more": {'), "has backend=[]"),
+    "state: too large": (_written(STATE, 33 << 20, read_state), "bytes, 33554432 are allowed"),
+    "header: one long text": (
+        _header(b'{"__metadata__":{"a":"' + b"x" * 24_000_000 + b'"}}'), "x.safetensors"
+    ),
+    "header: nested lists": (_header(b"[" * 12_000_000), "x.safetensors"),
+    "header: 400000 tensors": (_header(b"{" + TENSORS.encode() + b"}"), "x.safetensors"),
+    "header: a million lists": (_header(b'{"a":[' + b"[]," * 4_000_000 + b"[]]}"), "x.safetensors"),
+    "header: a shape of 10^18": (
+        _header(b'{"a":{"dtype":"F32","shape":[1000000000000000000],"data_offsets":[0,4]}}'), "x.safetensors"
+    ),
+    "config: billion laughs": (_config(LAUGHS), "after its aliases are replaced"),
+    "config: a long text many times": (_config(LONG_TEXT), "after its aliases are replaced"),
+    "config: an alias of itself": (_config("a: &a [*a]\n"), "before what it stands for has ended"),
+    "config: nested lists": (_config(f"a: {DEEP}\n"), "more than 100 deep"),
+    "config: nested mappings": (_config("".join(" " * i + "a:\n" for i in range(600))), "more than 100 deep"),
+    "config: a million values": (_config("a: [" + "1," * 1_000_000 + "]\n"), "has more than 262144 bytes"),
+    "config: 100000 values": (_config("epochs: [" + "1," * 100_000 + "]\n"), "epochs"),
+    "config: merged mappings": (
+        _config("a: &a {x: 1}\n" + "".join(
+            f"{after}: &{after} {{<<: [{', '.join(f'*{before}' for _ in range(9))}]}}\n"
+            for before, after in zip("abcdefgh", "bcdefghi", strict=True)
+        )), "after its aliases are replaced",
+    ),
+    "config: 1.0e+999": (_config("epochs: 1.0e+999\n"), "has the number 1.0e+999, which is too large"),
+    "config: 400 digits": (_config(f"epochs: {'9' * 400}\n"), "a number of more than 300 digits"),
+    "config: 5000 digits": (_config(f"epochs: {'9' * 5000}\n"), "is not YAML"),
+    "config: hexadecimal": (_config(f"epochs: 0x{'f' * 200_000}\n"), "a number of more than 300 digits"),
+    "config: a date that is none": (_config("epochs: 2026-99-99\n"), "is not YAML"),
+    "config: a tag that does not fit": (_config("epochs: !!int ''\n"), "is not YAML"),
+    "config: code": (_config("epochs: !!python/object/apply:os.system ['true']\n"), "is not YAML"),
+    "config: an unhashable name": (_config("? {a: 1}\n: 2\n"), "is not YAML"),
+    "recorded: billion laughs": (_recorded(LAUGHS), "after its aliases are replaced"),
+    "recorded: sources of lists": (_recorded("sources: [1]\n"), "it has sources=[1], which is not an object"),
+    "recorded: a list": (_recorded("- 1\n"), "config.yaml"),
+    "recorded: a name that is a number": (_recorded("1: 2\n"), "config.yaml"),
+    "recorded: a pipe": (_pipe, "is not a regular file"),
+    "sweep.yaml: billion laughs": (_sweep_yaml(LAUGHS), "sweep.yaml is damaged"),
+    "sweep.yaml: nested lists": (_sweep_yaml(f"a: {DEEP}"), "sweep.yaml is damaged"),
+    "sweep.yaml: number of samples": (_sweep_yaml("num_samples: x"), "num_samples='x'"),
+    "sweep.yaml: a date": (_sweep_yaml("metric: loss\nmode: min\nother: 2026-01-01"), "other="),
+    "sweep.json: 1e999": (_sweep_json(SWEEP % ("1", "1e999")), "has the number 1e999"),
+    "sweep.json: 400 digits": (_sweep_json(SWEEP % ("9" * 400, "1")), "has a number of 400 digits"),
+    "sweep.json: nested lists": (_sweep_json(SWEEP % (DEEP, "1")), "more than 100 deep"),
+    "sweep.json: two million lists": (_sweep_json(SWEEP % (GROUPS, "1")), "lists and objects, 300000 are allowed"),
+    "sweep.json: negative epochs": (_sweep_json((SWEEP % (1, 1)).replace('"id"', '"epochs": -1, "id"')), "epochs=-1"),
+    "sweep.json: a trial that is a number": (_sweep_json('{"metric": "a", "mode": "min", "trials": [1]}'), "trials=[1]"),
+    "sweep.json: too large": (_written("sweep.json", 33 << 20, read_sweep), "bytes, 33554432 are allowed"),
+    "trials.jsonl: too large": (_written("trials.jsonl", 33 << 20, _journal), "trials.jsonl' cannot be read"),
+    "trials.jsonl: many objects": (_written("trials.jsonl", '{"trial": {}}\n' * 500_000, _journal), "300000 lists and objects"),
+    "events.jsonl: too large": (_written("events.jsonl", 33 << 20, _events), "events.jsonl' has 34603008 bytes"),
+    "events.jsonl: many objects": (
+        _written("events.jsonl", '{"event": "a", "time": 1}\n' * 500_000, _events), "300000 lists and objects"
+    ),
+    "result.json: 1e999": (_result('{"steps": 1e999}'), "result.json' has the number 1e999"),
+    "result.json: negative steps": (_result('{"steps": -1}'), "result.json' has steps=-1"),
+    "result.json: 400 digits": (_result(f'{{"total_time": {"9" * 400}}}'), "has a number of 400 digits"),
+    "result.json: a text as a metric": (_result('{"best_metrics": {"loss": "x"}}'), "has best_metrics="),
+    "result.json: nested lists": (_result(f'{{"a": {DEEP}}}'), "more than 100 deep"),
+    "result.json: too large": (
+        _written("result.json", 33 << 20, lambda path: read_state_of(path)), "bytes, 33554432 are allowed"
+    ),
+}  # fmt: skip
+
+
+def _allow(num_bytes: int) -> None:
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, resource.RLIM_INFINITY))
+
+
+def _line_of(name: str, read: Callable[[Path], Any], directory: Path) -> dict[str, Any]:
+    _allow(MEMORY_BYTES)
+    began, error = time.process_time(), None
+    try:
+        read(directory)
+    except BaseException as raised:
+        error = raised
+    seconds = time.process_time() - began
+    trace = "" if error is None else "".join(traceback.format_exception(error)[-3:])
+    return {"name": name, "kind": type(error).__name__, "message": str(error), "cpu_s": seconds, "trace": trace[-2000:]}
+
+
+def main() -> None:
+    """Read each file in a directory of its own."""
+    list_checkpoints(Path("nowhere"))
+    with tempfile.TemporaryDirectory() as place:
+        _header(
+            b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}} '
+        )  # what is imported on first use does not count
+        (Path(place) / "first").mkdir()
+        verify(write_checkpoint(Path(place) / "first" / "step-00000004"))
+        read_raw(Path(place) / "first" / "step-00000004" / "model" / "model.safetensors")
+        read_state(Path(place) / "first" / "step-00000004")
+        for number, (name, (read, _)) in enumerate(CASES.items()):
+            (directory := Path(place) / str(number)).mkdir()
+            print(json.dumps(_line_of(name, read, directory)), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,156 @@
+"""Files that somebody wrote to harm their reader are refused in one line, soon and with little memory, and never move the cursor."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.cli.__main__ import main
+from distributed.config.reading import parse_json, parse_yaml
+from distributed.loggers.console import Display
+from distributed.loggers.wording import shown
+from tests.unit.hostile_files import CASES, write_checkpoint
+from tests.unit.report_files import BEGAN, write_lines, write_run, write_sweep
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the reader of each file said. One process reads them all, because its limit of memory is its own."""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "tests.unit.hostile_files"], cwd=root, env=environment, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return {line["name"]: line for line in map(json.loads, ended.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_hostile_file_is_one_line_within_two_seconds_and_200_mib(found: dict[str, Any], name: str) -> None:
+    line = found[name]
+    assert line["kind"] in ("CheckpointError", "ConfigError"), line["trace"]
+    assert CASES[name][1] in line["message"] and "\n" not in line["message"]
+    assert len(line["message"]) < 1000 and line["cpu_s"] < 2
+
+
+def test_what_is_within_the_limits_is_read() -> None:
+    deep = "[" * 100 + "]" * 100
+    assert parse_json(deep) == parse_yaml(deep.encode())
+    assert parse_json("9" * 300) == parse_yaml(b"9" * 300) == int("9" * 300)
+    assert parse_json("[1e308, NaN]")[0] == parse_yaml(b"1.0e+308") == 1e308
+    assert parse_yaml(b"a: &a [1, 2]\nb: *a\nc: {<<: {d: 1:4}}") == {"a": [1, 2], "b": [1, 2], "c": {"d": "1:4"}}
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
+    """Run a command and return all that it printed, which must not have a control character."""
+    with pytest.raises(SystemExit):
+        main(list(map(str, arguments)))
+    printed = "".join(capsys.readouterr())
+    assert printed.replace("\n", "").isprintable(), repr(printed)
+    return printed
+
+
+def hostile_run(path: Path) -> Path:
+    """A run whose every text has an escape sequence."""
+    row = {"step": 1000, "epoch": 4, "time": BEGAN + 30, "split": "train", f"loss{ESCAPE}": 0.5}
+    event = {"event": "worker_failed", "time": BEGAN + 31, "cause": ESCAPE, "checkpoint": ESCAPE}
+    run = write_run(
+        path, backend=ESCAPE, status=ESCAPE, settings={f"name{ESCAPE}": ESCAPE, "monitor": ESCAPE}, events=[event]
+    )
+    write_lines(run / "metrics.jsonl", [row, {**row, "step": 1001}])
+    result = json.loads((run / "result.json").read_text())
+    changed = {"best_metrics": {f"val{ESCAPE}": 0.5}, "error": f"{ESCAPE}\nline", "checkpoint": ESCAPE}
+    (run / "result.json").write_text(json.dumps({**result, **changed}))
+    return run
+
+
+def test_no_command_obeys_the_escape_sequences_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [hostile_run(tmp_path / "runs" / f"a{ESCAPE.replace('/', '')}{number}") for number in range(2)]
+    assert r"\x1b[2J" in command(capsys, "runs", tmp_path / "runs")
+    assert r"\x1b[2J\x1b]0;owned\x07\nline" in command(capsys, "status", "--once", runs[0])
+    assert r"\x1b[2J" in command(capsys, "compare", *runs)
+    assert r"\x1b[2J" in command(capsys, "report", runs[0])
+    (runs[0] / "config.yaml").write_text("a: [")
+    assert r"\x1b[2J" in command(capsys, "report", runs[0])
+
+
+def test_no_command_obeys_the_escape_sequences_of_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quoted = json.dumps(ESCAPE)[1:-1]
+    path = write_checkpoint(
+        tmp_path / "checkpoints" / "step-00000004",
+        manifest=lambda text: (
+            text.replace("val_loss", quoted).replace('"single"', f'"{quoted}"').replace("2026", quoted)
+        ),
+    )
+    assert r"\x1b[2J" in command(capsys, "checkpoint", "list", tmp_path)
+    (path / f"a{ESCAPE}").touch()
+    assert r"\x1b[2J" in command(capsys, "checkpoint", "list", tmp_path)
+    assert r"\x1b[2J" in command(capsys, "checkpoint", "verify", path)
+
+
+def test_the_display_shows_names_of_metrics_and_messages_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    display = Display(live=False)
+    display.handle({"kind": "row", "row": {"epoch": 1, f"loss{ESCAPE}": 0.5}})
+    display.handle({"kind": "log", "step": 1, "metrics": {f"loss{ESCAPE}": 0.5}})
+    display.handle({"kind": "warning", "text": ESCAPE})
+    display.print_output("of the script \x1b[1m\n", is_stderr=False)
+    out, err = capsys.readouterr()
+    assert out.count(r"loss\x1b[2J\x1b]0;owned\x07 0.5") == 2 and err == "warning: \\x1b[2J\\x1b]0;owned\\x07\n"
+    assert out.count("\x1b") == 1  # the script's own output is not changed
+
+
+def test_only_control_characters_are_escaped() -> None:
+    assert shown("größe 1 µs → 東京") == "größe 1 µs → 東京"
+    assert shown("a\r\n\t\x9b\u202e\ud800") == r"a\r\n\t\x9b\u202e\ud800"
+    assert shown("a\n\tb\x00", keep="\n\t") == "a\n\tb\\x00"
+
+
+def test_one_bad_run_does_not_hide_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "good")
+    (write_run(tmp_path / "bad") / "result.json").write_text('{"steps": -1}')
+    printed = command(capsys, "runs", tmp_path)
+    assert "unreadable" in printed and "finished" in printed and "result.json' has steps=-1, which is not" in printed
+    (listed,) = [
+        run for run in json.loads(command(capsys, "runs", tmp_path, "--json")) if run["status"] == "unreadable"
+    ]
+    assert "has steps=-1" in listed["error"]
+    assert "has steps=-1" in command(capsys, "status", tmp_path / "bad")
+
+
+def test_lines_of_a_journal_that_no_run_wrote_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", steps=100, every=10)
+    lines = (
+        {"event": "restarted", "time": 10**18}, {"event": "restarted", "time": "x"}, {"event": ["restarted"], "time": 1},
+        {"event": "restarted", "time": 1, "node": [1]}, {"event": "restarted", "time": 1, "step": -1},
+    )  # fmt: skip
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+        file.write('{"event": "restarted", "time": 1e999}\n{"event": "restarted", "time": %s}\n' % ("1" * 400))
+        file.write('{"event": "restarted", "time": 1, "a": %s}\n' % ("[" * 300 + "]" * 300))
+        file.write('{"event": "restarted", "time": 1, "a": "%s"}\n' % ("x" * 2_000_000))
+    with (run / "times.jsonl").open("a") as file:
+        file.write('{"step": 110, "time": 1, "rank_x_s": 1, "rank_0_s": null, "data_s": "x", "compute_s": 1e308}\n')
+    assert "restarts" not in command(capsys, "status", "--once", run)
+    assert "report.html" in command(capsys, "report", run)
+
+
+def test_a_sweep_with_any_numbers_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = write_sweep(tmp_path / "sweep", trials=10)
+    content = json.loads((sweep / "sweep.json").read_text())
+    for number, (trial, value) in enumerate(
+        zip(content["trials"], (10**299, -(10**299), 1.7e308, -1.7e308, "\ud800"), strict=False)
+    ):
+        trial["config"]["learning_rate"], trial["metrics"]["val_loss"] = value, number * 1e307
+    (sweep / "sweep.json").write_text(json.dumps(content))
+    assert "report.html" in command(capsys, "report", sweep)
