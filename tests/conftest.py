@@ -54,15 +54,17 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-# Files that take a minute or more, the longest first. `make test` distributes whole files in this order, so that no
+# Files that take twenty seconds or more, the longest first. `make test` distributes whole files in this order, so that no
 # process has to run a long file alone at the end.
 LONGEST = (
-    "test_pages", "test_ray", "test_every_backend", "test_tensorflow", "test_tuner", "test_tune", "test_horovod", "test_deepspeed",
-    "test_keras_engines", "test_doors", "test_seeds", "test_parity", "test_fit_from_script", "test_mlflow", "test_readme", "test_keras",
-    "test_notebooks", "test_foreign_launchers", "test_signals", "test_launch", "test_whole_model", "test_resume", "test_failures",
-    "test_benchmarks", "test_communication", "test_gpu_suite", "test_old_checkpoints", "test_fsdp", "test_tensorboard", "test_options",
-    "test_losses", "test_learning_pages", "test_examples", "test_session", "test_notebook", "test_deepspeed_files",
-    "test_compile_cache", "test_rate_search",
+    "test_pages", "test_every_backend", "test_tensorflow", "test_ray", "test_fit_from_script", "test_tuner", "test_many_nodes",
+    "test_horovod", "test_learning_pages", "test_object_storage", "test_parity", "test_deepspeed", "test_seeds", "test_launch",
+    "test_mlflow", "test_readme", "test_doors", "test_submit_slurm", "test_ray_cluster", "test_options", "test_failures", "test_signals",
+    "test_resume", "test_foreign_launchers", "test_examples", "test_elastic", "test_tune", "test_keras", "test_node_server", "test_own_loop",
+    "test_tensorboard", "test_communication", "test_fsdp", "test_notebook", "test_init", "test_whole_model", "test_comm_hooks",
+    "test_several_models", "test_settings_of_a_run", "test_notebooks", "test_deepspeed_files", "test_losses", "test_libraries", "test_hugging_face",
+    "test_exporting", "test_shipped_callbacks", "test_hangs", "test_rate_search", "test_size_search", "test_benchmarks", "test_compile_cache",
+    "test_report_in_browser", "test_pods", "test_site", "test_resume_buckets", "test_fuzzed_files", "test_hostile_files",
 )  # fmt: skip
 
 
