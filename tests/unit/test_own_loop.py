@@ -128,6 +128,26 @@ def test_a_stopped_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch():
     assert seen == [0] * 4 + [1] * 6 and same(whole, resumed)
 
 
+def test_a_trainer_goes_on_from_a_checkpoint_with_its_own_form_of_the_loss():
+    is_label = torch.tensor([0, 1, 1, 1, 0, 0, 0, 1] * 3)[:22] > 0  # micro-batches with different numbers of labels
+    data = TensorDataset(INPUTS, torch.where(is_label, DATA.tensors[1], -100))
+    settings = {**SETTINGS, "gradient_accumulation_steps": 2, "shuffle": False}
+
+    def counted(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), (batch[1] != -100).sum()
+
+    def trained(**more):
+        trainer = distributed.Trainer(make(), optimizer=adam, loss_fn=F.cross_entropy, **{**settings, **more})
+        return trainer, trainer.fit(data)
+
+    _, own_run = own(counted, data=data, **{**settings, "epochs": 1})
+    whole, _ = trained()
+    resumed, history = trained(resume_from_checkpoint=str(own_run))
+    assert len(history.rows) == 2
+    for expected, found in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_state_of_the_script_travels_with_checkpoints():
     with distributed.Session(**SETTINGS) as s:
         called, _, loader = s.prepare(make(), adam, DATA)
