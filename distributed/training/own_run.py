@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +22,7 @@ from distributed.training.session import FitSession, OpenedFit
 from distributed.training.validation import Validation, add, means_of, micro_batches
 
 _LOOP = "'for epoch in s.epochs():'"
+BREAK = "break"  # the `stop_reason` of a script that has left its loop over the epochs
 
 
 class _Interrupted(BaseException):
@@ -95,6 +97,7 @@ class OwnRun:
         self._validation = LoggedValidation()
         self._num_samples: int | None = None  # samples of this rank in the batch that a loop has now
         self._is_in_epoch = False
+        self._is_epoch_read = False  # whether a loop over the training loader has come to the end of this epoch
         self._is_update_open = False  # whether a training batch was given out and its update is not made
         self._made: StepResult | None = None  # result of the newest update, until the loop comes back
 
@@ -127,20 +130,43 @@ class OwnRun:
         is_interrupted = isinstance(error, _Interrupted)
         if error is None or is_interrupted:
             self._settle()
+            self._leave_epochs(self.run)
             loop.end(self.run)
         return is_interrupted
+
+    def _leave_epochs(self, run: loop.Run) -> None:
+        """Make a row of what the script has logged since the last one, and end an epoch that it has left by `break`. A collective."""
+        state = run.state
+        if was_interrupted(state):
+            return
+        is_left = self._is_in_epoch and state.stop_reason is None and state.samples_in_epoch > 0
+        if is_left and state.epoch + self._is_epoch_read < run.config.epochs:
+            state.stop_reason = BREAK
+        is_validated = self._take_validation(run)
+        if is_left and self._is_epoch_read:
+            loop.finish_epoch(run)
+        elif is_validated and not state.samples_in_epoch:
+            loop.extend_last_row(run)
 
     # ------------------------------------------------------------------ epochs and batches
 
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that is left. A collective at the end of each."""
         run = self.run
-        while run.state.epoch < run.config.epochs and run.state.stop_reason is None:
-            self._is_in_epoch = True
+        while self._has_epoch(run):
+            self._is_in_epoch, self._is_epoch_read = True, False
             yield run.state.epoch
             self._is_in_epoch = False
             if not self._settle() or run.state.stop_reason is not None or not self._finish_epoch(run):
                 return
+
+    def _has_epoch(self, run: loop.Run) -> bool:
+        """Return whether an epoch is left, or the rest of one."""
+        state = run.state
+        is_over = not state.samples_in_epoch and state.step >= (run.config.max_steps or math.inf)
+        if is_over and state.epoch < run.config.epochs and state.stop_reason is None:
+            state.stop_reason = "max_steps"
+        return state.epoch < run.config.epochs and state.stop_reason is None
 
     def training_batches(self) -> Iterator[Any]:
         """Yield the batches of the rest of the epoch. What is due after an update is done when the loop comes back."""
@@ -164,6 +190,7 @@ class OwnRun:
                 if not self._settle():
                     _leave_if_interrupted(run)
                     return
+            self._is_epoch_read = True
         finally:
             self._leave()
 
@@ -195,15 +222,19 @@ class OwnRun:
         """End the epoch with what was logged of its validation. A collective."""
         if not run.state.samples_in_epoch:
             raise ConfigError(f"an epoch made no update: put the loop over the training loader into {_LOOP}")
-        is_validated = self._backend.world.reduce({PREFIX: float(self._validation.logged.is_pending)})[PREFIX]
-        run.validation = self._validation if is_validated else None
         config = run.config
-        if config.early_stopping_patience and config.monitor.startswith(PREFIX) and not is_validated:
+        if not self._take_validation(run) and config.early_stopping_patience and config.monitor.startswith(PREFIX):
             raise ConfigError(
                 f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and this epoch logged no"
                 f" metric of a validation: call s.log({config.monitor!r}, value), or drop it"
             )
         return loop.finish_epoch(run)
+
+    def _take_validation(self, run: loop.Run) -> bool:
+        """Make what was logged of a validation part of the next row, and return whether there is any. A collective."""
+        is_validated = self._backend.world.reduce({PREFIX: float(self._validation.logged.is_pending)})[PREFIX] > 0
+        run.validation = self._validation if is_validated else None
+        return is_validated
 
     # ------------------------------------------------------------------ what the loop calls
 

@@ -205,6 +205,50 @@ def test_files_of_the_run_are_those_of_a_trainer():
     assert same(loaded, model)
 
 
+def validated(hook=lambda s: None, after=lambda s: False, **settings):
+    """Train and log `val_loss` as 1 after each epoch. Return (the epochs, the number of updates in each, result, lines).
+
+    `hook` is called after each update. A loop over the epochs ends if `after` returns True.
+    """
+    epochs, counts = [], []
+    with distributed.Session(**{**SETTINGS, "epochs": 3, **settings}) as s:
+        called, _, loader = s.prepare(make(), adam, DATA)
+        s.resume()
+        for epoch in s.epochs():
+            epochs.append(epoch)
+            counts.append(0)
+            for batch in loader:
+                s.backward(mean_loss(called, batch))
+                s.update()
+                counts[-1] += 1
+                if hook(s):
+                    break
+            s.log("val_loss", 1.0)
+            if after(s):
+                break
+        run_dir = s.run_dir
+    return epochs, counts, json.loads((run_dir / "result.json").read_text()), lines_of(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts", "num_finished", "reason"),
+    [
+        ({"max_steps": 2}, [2], 0, "max_steps"),
+        ({"hook": lambda s: s.step == 2 and s.stop("enough")}, [2], 0, "enough"),
+        ({"after": lambda s: s.step == 12}, [6, 6], 2, "break"),
+        ({"hook": lambda s: s.step == 2, "after": lambda s: True}, [2], 0, "break"),
+        ({"max_steps": 6}, [6], 1, "max_steps"),
+    ],
+    ids=["max-steps", "stop", "break-after-an-epoch", "break-in-an-epoch", "max-steps-at-the-end-of-an-epoch"],
+)
+def test_the_last_validation_counts_however_the_loop_ends(arguments, counts, num_finished, reason):
+    epochs, found, result, lines = validated(**arguments)
+    assert (epochs, found) == (list(range(len(counts))), counts)
+    assert (result["steps"], result["epochs"], result["stop_reason"]) == (sum(counts), num_finished, reason)
+    assert result["final_metrics"]["val_loss"] == 1 and "loss" in result["final_metrics"]
+    assert (lines[-1]["step"], lines[-1]["split"], lines[-1]["loss"]) == (sum(counts), "val", 1)
+
+
 def signalled(place, seen):
     """Get a signal in `place`, and note in `seen` what is done after it. Return the run directory."""
     with contextlib.suppress(TrainingInterrupted), distributed.Session(**SETTINGS) as s:
