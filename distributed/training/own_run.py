@@ -9,17 +9,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from distributed.backends.base import Backend, ShardedData
+from distributed.backends.base import ShardedData
 from distributed.callbacks import Callback
 from distributed.data import num_micro_batches
 from distributed.errors import ConfigError, TrainingError
-from distributed.loggers.logged import Logged
 from distributed.metrics.monitor import PREFIX
 from distributed.runs.summary import was_interrupted
 from distributed.state import StepResult
 from distributed.training import loop
+from distributed.training.own_logged import TRAINING, LoggedValidation, Turns
 from distributed.training.session import FitSession, OpenedFit
-from distributed.training.validation import Validation, add, means_of, micro_batches
+from distributed.training.validation import micro_batches
 
 _LOOP = "'for epoch in s.epochs():'"
 BREAK = "break"  # the `stop_reason` of a script that has left its loop over the epochs
@@ -41,27 +41,6 @@ class KeptState(Callback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.values.clear()
         self.values.update(state)
-
-
-class LoggedValidation(Validation):
-    """The metrics of a validation that the script has made and logged."""
-
-    def __init__(self) -> None:
-        super().__init__({})
-        self.prefixes = (PREFIX,)
-        self.logged = Logged(reserves=False)
-
-    @property
-    def has_stream(self) -> bool:
-        """Return whether the names of the metrics are not known before the first validation."""
-        return True
-
-    def measure(self, backend: Backend[Any], enter: Any) -> dict[str, float]:
-        """Return the means of what was logged since the last call. A collective."""
-        result, sums = StepResult([]), dict[str, list[float]]()
-        self.logged.attach(result)
-        add(sums, backend.collect([result]))
-        return means_of(sums)
 
 
 class Loader:
@@ -95,7 +74,7 @@ class OwnRun:
         self.run_dir = opened.run.path.absolute()
         self._run: loop.Run | None = None
         self._validation = LoggedValidation()
-        self._num_samples: int | None = None  # samples of this rank in the batch that a loop has now
+        self._turns = Turns(self._backend.logged, self._validation.logged)
         self._is_in_epoch = False
         self._is_epoch_read = False  # whether a loop over the training loader has come to the end of this epoch
         self._is_update_open = False  # whether a training batch was given out and its update is not made
@@ -181,8 +160,9 @@ class OwnRun:
                 steps.begin(update_batch)
                 self._update_batch, self._is_update_open = update_batch, True
                 for index, micro in enumerate(update_batch.micro_batches):
-                    self._num_samples = micro.num_samples
-                    yield steps.enter(index)
+                    batch = steps.enter(index)
+                    self._turns.take(TRAINING, micro.num_samples)
+                    yield batch
                     self._check_turn()
                     steps.leave()
                 if self._is_update_open:
@@ -196,19 +176,18 @@ class OwnRun:
 
     def batches_of(self, data: ShardedData) -> Iterator[Any]:
         """Yield the batches of one pass over `data`. A signal ends the block. A collective at its beginning."""
-        logged = self._validation.logged
+        this_loop = object()
         self.steps.begin_evaluation()
         try:
             for micro in micro_batches(data.epoch(0)):
                 if self._run is not None:
                     loop.enter_evaluation(self._run)
                     _leave_if_interrupted(self._run)
-                self._num_samples = logged.num_samples = micro.num_samples
-                yield self.steps.enter_evaluation(micro)
-                self.steps.leave_evaluation()
+                self._turns.take(this_loop, micro.num_samples)
+                with self.steps.evaluating(micro) as batch:
+                    yield batch
         finally:
-            self.steps.leave_evaluation()
-            self._num_samples = logged.num_samples = None
+            self._turns.end(this_loop)
 
     def _check_turn(self) -> None:
         if self.steps.is_owed:
@@ -216,7 +195,8 @@ class OwnRun:
 
     def _leave(self) -> None:
         self.steps.leave()
-        self._num_samples, self._is_update_open = None, False
+        self._turns.end(TRAINING)
+        self._is_update_open = False
 
     def _finish_epoch(self, run: loop.Run) -> bool:
         """End the epoch with what was logged of its validation. A collective."""
@@ -264,7 +244,7 @@ class OwnRun:
 
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks. A collective."""
-        return self.steps.gather(tensor, self._num_samples)
+        return self.steps.gather(tensor, self._turns.num_samples)
 
     def save(self, path: Path | None) -> Path:
         """Save a checkpoint into the run, or into `path`. A collective."""

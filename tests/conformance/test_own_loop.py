@@ -85,13 +85,15 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_the_weights_are_those_of_trainer_and_each_sample_is_gathered_once(name, ran, trained):
+def test_the_weights_are_those_of_trainer_and_each_sample_counts_once(name, ran, trained):
     out = ran[name, 0.0]
     is_exact = not name.startswith("deepspeed")
     expected = trained["float64" if is_exact else "float32"]
     assert distance(weights(out), expected) < (EXACT if is_exact else ROUNDING)
     for rank in range(WORLDS[name][1]):
-        assert json.loads((out / f"gathered-{rank}.json").read_text()) == [0, list(range(10))]
+        assert json.loads((out / f"gathered-{rank}.json").read_text()) == [0, list(range(13))]
+    lines = map(json.loads, (out / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["test_mean"] for line in lines if "test_mean" in line] == pytest.approx([6, 6])
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,28 @@ def test_the_last_validation_counts_however_the_loop_ends(arguments, counts, num
     assert (lines[-1]["step"], lines[-1]["split"], lines[-1]["loss"]) == (sum(counts), "val", 1)
 
 
+def test_an_evaluation_within_a_batch_leaves_the_batch_as_it_was():
+    seen = []
+    with distributed.Session(**{**SETTINGS, "epochs": 1, "mixed_precision": "bf16"}) as s:
+        called, _, loader, held_out = s.prepare(make(), adam, DATA, DataLoader(DATA, batch_size=16))
+        for _ in s.epochs():
+            for batch in loader:
+                for number, _ in enumerate(held_out):
+                    s.log("test_number", number)
+                seen.append(torch.is_autocast_enabled("cpu"))
+                s.backward(mean_loss(called, batch))
+                for _ in held_out:
+                    seen.append(torch.is_autocast_enabled("cpu"))
+                seen.append(torch.is_autocast_enabled("cpu"))
+                s.log("number", len(batch[1]))
+                s.update()
+        run_dir = s.run_dir
+    (row,) = [line for line in lines_of(run_dir) if line["split"] == "train"]
+    assert row["test_number"] == pytest.approx(6 / 22)  # each batch weighs its samples, those of training too
+    assert row["number"] == pytest.approx((5 * 16 + 4) / 22)
+    assert seen == [True, True, True, False] * 6
+
+
 def signalled(place, seen):
     """Get a signal in `place`, and note in `seen` what is done after it. Return the run directory."""
     with contextlib.suppress(TrainingInterrupted), distributed.Session(**SETTINGS) as s:

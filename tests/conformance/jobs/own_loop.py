@@ -23,7 +23,7 @@ SETTINGS = {
 generator = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(101, 6, generator=generator)
 DATA = TensorDataset(INPUTS, (INPUTS.sum(1) > 0).long())
-EVALUATION = TensorDataset(torch.arange(10).unsqueeze(1))
+EVALUATION = TensorDataset(torch.arange(13).unsqueeze(1))
 
 
 def make(dropout=0.0):
@@ -50,11 +50,18 @@ def train(out, options):
         start = s.resume()
         for _ in s.epochs():
             for inputs, targets in loader:
+                if s.step == 1:
+                    expected = s.gather(inputs)
+                    for _ in evaluation:
+                        pass
+                    assert torch.equal(s.gather(inputs), expected)
                 s.backward(F.cross_entropy(called(inputs), targets))
                 s.update()
                 is_first = start.step == 0 and s.rank == s.world_size - 1
                 if is_first and s.step == options.get("step"):
                     os.kill(os.getpid(), getattr(signal, options["signal"]))
+            for (rows,) in evaluation:
+                s.log("test_mean", rows.double().mean())
             s.log("val_first", torch.cat([s.gather(rows) for (rows,) in evaluation]).flatten()[0] + 1)
         gathered = torch.cat([s.gather(rows) for (rows,) in evaluation]).flatten().tolist()
         Path(out, f"gathered-{s.rank}.json").write_text(json.dumps([start.step, gathered]))
