@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from distributed.backends.base import Backend
+from distributed.callbacks.media import Media
+from distributed.errors import ConfigError
 from distributed.loggers.logged import Logged
 from distributed.metrics.monitor import PREFIX
 from distributed.state import StepResult
@@ -49,14 +51,31 @@ class LoggedValidation(Validation):
         super().__init__({})
         self.prefixes = (PREFIX,)
         self.logged = Logged(reserves=False)
+        self._steps: dict[str, int] = {}  # metric -> the update after which this rank has logged it
 
     @property
     def has_stream(self) -> bool:
         """Return whether the names of the metrics are not known before the first validation."""
         return True
 
+    def log(self, name: str, value: Any, reduce: str, step: int) -> None:
+        """Keep a value that was measured after update `step`, in the place of the values of earlier updates. No collective."""
+        if isinstance(value, Media):
+            raise ConfigError(
+                f"log('{PREFIX}{name}', {type(value).__name__}(...)) is no metric: drop {PREFIX!r} from its name"
+            )
+        if self._steps.get(name, step) != step:
+            self.logged.forget([name])
+        self.logged.log(name, value, reduce)
+        self._steps[name] = step
+
     def measure(self, backend: Backend[Any], enter: Any) -> dict[str, float]:
-        """Return the means of what was logged since the last call. A collective."""
+        """Return the newest means of what was logged since the last call. A collective."""
+        newest: dict[str, int] = {}
+        for steps in backend.world.gather(self._steps):
+            newest |= {name: max(step, newest.get(name, step)) for name, step in steps.items()}
+        self.logged.forget([name for name, step in self._steps.items() if step < newest[name]])
+        self._steps.clear()
         result, sums = StepResult([]), dict[str, list[float]]()
         self.logged.attach(result)
         add(sums, backend.collect([result]))

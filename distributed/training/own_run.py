@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,10 +44,20 @@ class KeptState(Callback):
 
 
 class Loader:
-    """The batches of this rank. Each iteration is one pass over the data."""
+    """The batches of this rank. Each iteration is one pass over the data.
 
-    def __init__(self, run: OwnRun, data: ShardedData, *, is_training: bool) -> None:
+    Attributes:
+        dataset: the data set that was passed to `prepare`, or that of the loader that was passed.
+    """
+
+    def __init__(self, run: OwnRun, data: ShardedData, given: Any, *, is_training: bool) -> None:
         self._run, self._data, self._is_training = run, data, is_training
+        self.dataset = given.dataset if hasattr(given, "batch_sampler") else given
+
+    @property
+    def batch_size(self) -> int:
+        """The largest number of samples in a batch of this rank."""
+        return self._data.batch.batch_size
 
     def __iter__(self) -> Iterator[Any]:
         return self._run.training_batches() if self._is_training else self._run.batches_of(self._data)
@@ -64,13 +74,18 @@ class Loader:
 class OwnRun:
     """Train with the loop of a script. Every rank calls every method but `log`."""
 
-    def __init__(self, fits: FitSession, opened: OpenedFit, leaving: contextlib.ExitStack) -> None:
+    def __init__(
+        self, fits: FitSession, opened: OpenedFit, loaders: Sequence[Any], leaving: contextlib.ExitStack
+    ) -> None:
         self._fits, self._opened, self._leaving = fits, opened, leaving
         self._backend = fits.backend
         self.steps = fits.backend.own_steps
         self.model, self.optimizer = self.steps.model, self.steps.optimizer
-        self.training_loader = Loader(self, opened.train, is_training=True)
-        self.other_loaders = [Loader(self, each, is_training=False) for each in opened.shards.values()]
+        self.training_loader = Loader(self, opened.train, loaders[0], is_training=True)
+        self.other_loaders = [
+            Loader(self, data, given, is_training=False)
+            for data, given in zip(opened.shards.values(), loaders[1:], strict=True)
+        ]
         self.run_dir = opened.run.path.absolute()
         self._run: loop.Run | None = None
         self._validation = LoggedValidation()
@@ -85,10 +100,15 @@ class OwnRun:
         """The run, which `begin` or the first epoch begins."""
         return self.begin(may_load=False) if self._run is None else self._run
 
+    @property
+    def step(self) -> int:
+        """The number of updates so far, 0 before `begin`."""
+        return 0 if self._run is None else self._run.state.step
+
     def begin(self, *, may_load: bool) -> loop.Run:
         """Begin to train, from a checkpoint if there is one. A collective. Raises ConfigError if it may not be loaded."""
         if self._run is not None:
-            raise ConfigError("resume() comes before the loop, and only once")
+            raise ConfigError("resume() was called too late: call it once, before the loop, save() and stop()")
         if not may_load and self._opened.found is not None:
             raise ConfigError(
                 f"this run goes on from {self._opened.found.name}, but the script does not load it: call s.resume() after"
@@ -152,6 +172,9 @@ class OwnRun:
         if not self._is_in_epoch:
             raise ConfigError(f"the training loader is read in an epoch: put its loop into {_LOOP}")
         run, steps = self.run, self.steps
+        if not self._settle():  # the last loop over the loader was left after an update
+            _leave_if_interrupted(run)
+            return
         try:
             for update_batch in loop.update_batches(run):
                 if not loop.enter(run):
@@ -231,6 +254,8 @@ class OwnRun:
 
     def log(self, name: str, value: Any, reduce: str) -> None:
         """Log a value of training, or of the validation. No collective."""
+        if self._run is None:
+            raise ConfigError(f"log({name!r}, ...) was called before training: call it after s.resume(), or in {_LOOP}")
         if name == "loss":
             if self.steps.own_loss.num_samples is None:
                 raise ConfigError(
@@ -238,7 +263,7 @@ class OwnRun:
                 )
             self.steps.own_loss.log(name, value, reduce)
         elif isinstance(name, str) and name.startswith(PREFIX):
-            self._validation.logged.log(name.removeprefix(PREFIX), value, reduce)
+            self._validation.log(name.removeprefix(PREFIX), value, reduce, self.step)
         else:
             self._backend.logged.log(name, value, reduce)
 

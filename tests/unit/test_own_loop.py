@@ -271,6 +271,53 @@ def test_an_evaluation_within_a_batch_leaves_the_batch_as_it_was():
     assert seen == [True, True, True, False] * 6
 
 
+def test_the_newest_validation_of_an_epoch_counts_and_one_after_the_last_epoch_too():
+    logged = {3: [8, 4], 4: [2, 6], 6: [5]}  # step -> values
+    with distributed.Session(**SETTINGS, monitor_mode="min") as s:
+        called, _, loader = s.prepare(make(), adam, DATA)
+        assert s.step == 0
+        s.resume()
+        s.log("num_parameters", 66)
+        for epoch in s.epochs():
+            for batch in loader:
+                s.backward(mean_loss(called, batch))
+                s.update()
+                for value in logged.get(s.step, ()) if epoch == 0 else ():
+                    s.log("val_twice", value)
+                    if s.step < 6:
+                        s.log("val_once", value)
+            s.log("val_loss", 3 - epoch)
+        s.log("val_final", 7)
+        run_dir = s.run_dir
+    rows = json.loads((run_dir / "result.json").read_text())
+    lines = lines_of(run_dir)
+    first, second, last = (line for line in lines if line["split"] == "val")
+    assert (first["twice"], first["once"], first["loss"]) == (5, 4, 3)
+    assert (second["loss"], last["final"], last["step"]) == (2, 7, 12)
+    assert (rows["final_metrics"]["val_loss"], rows["final_metrics"]["val_final"], rows["epochs"]) == (2, 7, 2)
+    assert lines[0]["num_parameters"] == 66
+    with distributed.Session(**{**SETTINGS, "epochs": 3}, resume_from_checkpoint=str(run_dir)) as s:
+        called, _, loader = s.prepare(make(), adam, DATA)
+        assert s.step == 0 and s.resume().step == s.step == 12
+
+
+def test_a_second_loop_in_an_epoch_first_does_what_was_due_in_the_first_one():
+    each = {"log_every_n_steps": 1, "checkpoint_every_n_steps": 1, "keep_latest_k": 9, "epochs": 1}
+    with distributed.Session(**{**SETTINGS, **each}) as s:
+        called, _, loader = s.prepare(make(), adam, torch.utils.data.Subset(DATA, range(22)))
+        assert (len(loader.dataset), loader.batch_size) == (22, 4)
+        for _ in s.epochs():
+            for limit in (2, 6):
+                for batch in loader:
+                    s.backward(mean_loss(called, batch))
+                    s.update()
+                    if s.step == limit:
+                        break
+        run_dir = s.run_dir
+    assert [line["step"] for line in lines_of(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 6
+
+
 def signalled(place, seen):
     """Get a signal in `place`, and note in `seen` what is done after it. Return the run directory."""
     with contextlib.suppress(TrainingInterrupted), distributed.Session(**SETTINGS) as s:
@@ -426,6 +473,10 @@ def taken_name(s, called, batch):
     s.log("grad_norm", 1)
 
 
+def image_of_validation(s, called, batch):
+    s.log("val_image", distributed.loggers.Image(torch.rand(3, 3)))
+
+
 @pytest.mark.parametrize(
     ("step", "text"),
     [
@@ -434,6 +485,7 @@ def taken_name(s, called, batch):
         (update_twice, r"update\(\) comes after backward"), (own_step, r"optimizer.step\(\) is part of update"),
         (own_zero_grad, r"optimizer.zero_grad\(\) is part of update"), (detached, "the loss has no gradient"),
         (saved_too_early, r"save\(\) was called within an update"), (taken_name, "cannot be called 'grad_norm'"),
+        (image_of_validation, "is no metric: drop 'val_' from its name"),
     ],
 )  # fmt: skip
 def test_misuse_of_a_step_is_refused(step, text):
@@ -459,6 +511,12 @@ def test_misuse_outside_of_a_step_is_refused():
             s.prepare(make(), adam, DATA)
         with pytest.raises(ConfigError, match=r"put its loop into 'for epoch in s.epochs"):
             next(iter(loader))
+        for name in ("size", "val_loss"):
+            with pytest.raises(ConfigError, match=r"call it after s.resume\(\), or in"):
+                s.log(name, 1)
+        s.save("early")
+        with pytest.raises(ConfigError, match=r"resume\(\) was called too late"):
+            s.resume()
         with pytest.raises(ConfigError, match=r"backward\(loss\) belongs in the loop"):
             s.backward(torch.ones((), requires_grad=True))
 
