@@ -130,6 +130,19 @@ def test_launch_runs_the_function_of_a_plain_script(run_python, trained, tmp_pat
     assert json.loads((run / "result.json").read_text())["world_size"] == 2
 
 
+def test_launch_in_a_worker_applies_its_settings_below_the_flags(run_cli, tmp_path):
+    of_launch = {"global_batch_size": 8, "epochs": 3, "fsdp": {"cpu_offload": True}}  # the Session has 16 and 2
+    options = json.dumps({"nproc": 2, "launch": of_launch})
+    run = tmp_path / "run"
+    flags = ["--epochs", "1", "--backend", "single", "--run-dir", str(run)]
+    done = run_cli(["train", "--script", str(JOB), *flags, "--", str(tmp_path), options])
+    assert done.returncode == 0, done.output
+    result = json.loads((run / "result.json").read_text())
+    assert (result["world_size"], result["epochs"], result["steps"]) == (1, 1, 13)  # of 8 samples each
+    assert done.stderr.count("nproc_per_node=2 of launch() has no effect") == 1, done.output
+    assert "fsdp.cpu_offload (backend is single)" in done.stdout + done.stderr, done.output
+
+
 def test_launch_raises_what_failed_in_a_worker(run_python, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(

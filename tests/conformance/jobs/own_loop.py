@@ -1,7 +1,8 @@
 """Train with a loop of this script. Writes the final weights, and what each rank has gathered of the evaluation data.
 
 Arguments: the directory for the results, and options as JSON: `settings`; `dropout`; `signal` and `step`, to send a signal to the last
-rank at that step of the first attempt; `nproc`, to start the workers with `distributed.launch`.
+rank at that step of the first attempt; `nproc`, to start the workers with `distributed.launch`, and
+`launch`, its further settings.
 """
 
 import json
@@ -71,6 +72,7 @@ def train(out, options):
 if __name__ == "__main__":
     out, options = sys.argv[1], json.loads(sys.argv[2])
     if "nproc" in options:
-        distributed.launch(train, out, options, nproc_per_node=options["nproc"], dtype="float64")
+        settings = {"nproc_per_node": options["nproc"], "dtype": "float64", **options.get("launch", {})}
+        distributed.launch(train, out, options, **settings)
     else:
         train(out, options)
