@@ -21,6 +21,7 @@ from distributed.launching.request import calling, outside_settings
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
+from distributed.training.files import is_trial_again
 from distributed.training.fit_request import FitRequest
 from distributed.training.remote import failure, run_in_workers, sources, take_dir
 from distributed.training.setup import SettingLayers, make_setup, read_layers
@@ -84,7 +85,7 @@ def launch(
     merged = setup.merged
     check_nodes(merged, setup.plan)
     run = RunDirectory(Path(os.path.relpath(take_dir(FitRequest())))) if merged.config.node_rank == 0 else None
-    resume = merged.config.resume_from_checkpoint is not False
+    resume = merged.config.resume_from_checkpoint is not False or is_trial_again()
     if run is not None:
         run.check(resume=resume)
     told: list[str] = []
