@@ -34,6 +34,7 @@ class Overrides:
     script: str | None = None
     script_args: tuple[str, ...] = ()
     hyperparameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a sweep, not settings
+    in_call: tuple[str, ...] = ()  # the options among the flags, as GROUP.OPTION, that a call of `launch` has given
 
     def values(self) -> dict[str, Any]:
         """Return the value of each setting that was given. A flag overrides the file; groups of options are merged."""

@@ -5,12 +5,13 @@ Imports no framework.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.merging import Overrides
@@ -63,7 +64,8 @@ class Handover:
 
 def overrides_from(content: Mapping[str, Any]) -> Overrides:
     """Return the overrides from their JSON form."""
-    return Overrides(**{**content, "notices": tuple(content["notices"]), "script_args": tuple(content["script_args"])})
+    tuples = {name: tuple(content.get(name, ())) for name in ("notices", "script_args", "in_call")}
+    return Overrides(**{**content, **tuples})
 
 
 class Link:
@@ -97,6 +99,7 @@ class _FromLauncher:
     is_known: bool = False  # whether `handover` has been read, or set
     is_taken: bool = False  # whether a Trainer has asked for the handover
     asked: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has asked for
+    of_call: Overrides | None = None  # the settings of the call of `launch` that runs in this worker
 
 
 _from_launcher = _FromLauncher()
@@ -126,6 +129,27 @@ def _handover() -> Handover | None:
         _from_launcher.handover = Handover.from_json(text) if text is not None else None
         _from_launcher.is_known = True
     return _from_launcher.handover
+
+
+def outside_settings(received: Handover | None = None) -> Overrides:
+    """Return the settings that a Trainer in this process gets from outside, and the script of this process.
+
+    `received` is what `handover` has returned, if it was called.
+    """
+    if _from_launcher.of_call is not None:
+        return _from_launcher.of_call
+    found = received or _handover()
+    return found.overrides if found is not None else running_script()
+
+
+@contextlib.contextmanager
+def calling(overrides: Overrides) -> Iterator[None]:
+    """Make `overrides` what `outside_settings` returns within the block."""
+    before, _from_launcher.of_call = _from_launcher.of_call, overrides
+    try:
+        yield
+    finally:
+        _from_launcher.of_call = before
 
 
 def running_script() -> Overrides:

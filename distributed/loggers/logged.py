@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -124,6 +124,10 @@ class Logged:
             self._check(name, _PER_SECOND, (_PER_SECOND,))
         self._reductions[name] = _PER_SECOND
         self._pending.append((name + RATE, _number(name, amount), 1.0, 1.0))
+
+    def forget(self, names: Collection[str]) -> None:
+        """Drop the values called `names` that no result holds."""
+        self._pending = [each for each in self._pending if each[0].partition(SEPARATOR)[0] not in names]
 
     def attach(self, result: StepResult, step: int | None = None) -> None:
         """Move the values into `result`, that of update `step` or of no update.

@@ -6,7 +6,7 @@ import dataclasses
 import linecache
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,20 @@ from distributed.config.merging import Overrides, joined
 from distributed.config.plan import check_nodes
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingInterrupted
+from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
+from distributed.launching.reporter import Reporter
+from distributed.launching.request import calling, outside_settings
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
+from distributed.training.files import is_trial_again
 from distributed.training.fit_request import FitRequest
 from distributed.training.remote import failure, run_in_workers, sources, take_dir
-from distributed.training.setup import Setup, make_setup
+from distributed.training.setup import SettingLayers, make_setup, read_layers
+
+# Settings that say how many workers are started. Workers that run already have been started by others.
+_PROCESSES = ("num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "min_nodes", "min_nproc_per_node")
 
 
 @dataclasses.dataclass
@@ -47,7 +54,8 @@ def launch(
 
     The workers are started, watched and restarted as those of `Trainer.fit`. The function and its arguments are sent to them by
     value; what it returns is dropped. A `Session` in the function gets the settings, which override its own. In a process that is a
-    worker already, the function is called there.
+    worker already, the function is called there. The settings apply there too, except those that were given as flags and the numbers
+    of processes.
 
     Args:
         function: the function.
@@ -67,21 +75,24 @@ def launch(
     """
     if not callable(function):
         raise ConfigError(f"launch({function!r}) needs a function: pass one, launch(train, nproc_per_node=2)")
-    if worker_environment() is not None:
-        function(*arguments)
+    if (worker := worker_environment()) is not None:
+        layers = read_layers("launch", None, config, settings, outside_settings())
+        _warn_of_processes(worker, layers)
+        with calling(_overrides(layers, without=_PROCESSES)):
+            function(*arguments)
         return None
     setup = make_setup("launch", None, Job(None), [], config, settings)
     merged = setup.merged
     check_nodes(merged, setup.plan)
     run = RunDirectory(Path(os.path.relpath(take_dir(FitRequest())))) if merged.config.node_rank == 0 else None
-    resume = merged.config.resume_from_checkpoint is not False
+    resume = merged.config.resume_from_checkpoint is not False or is_trial_again()
     if run is not None:
         run.check(resume=resume)
     told: list[str] = []
     before = run.events_size() if run is not None else 0
     code = run_in_workers(
         RemoteCall(function, arguments, sources()), setup, merged, run, resume=resume,
-        on_run_dir=told.append if run is None else None, overrides=_overrides(setup),
+        on_run_dir=told.append if run is None else None, overrides=_overrides(setup.layers),
     )  # fmt: skip
     run = RunDirectory(Path(told[0])) if run is None and told else run
     if code == 128 + signal.SIGTERM:
@@ -91,8 +102,35 @@ def launch(
     return None if run is None else run.path
 
 
-def _overrides(setup: Setup) -> Overrides:
+def _overrides(layers: SettingLayers, without: Collection[str] = ()) -> Overrides:
     """Return the settings of the workers: those of the call too, so that a Session need not repeat them."""
-    layers = setup.layers
-    own = joined(layers.sweep, layers.code)
-    return dataclasses.replace(layers.overrides, flag=joined(own, layers.overrides.flag))
+    own, outside = joined(layers.sweep, layers.code), layers.overrides
+    own = {name: value for name, value in own.items() if name not in without}
+    options = [f"{name}.{each}" for name, value in own.items() if isinstance(value, Mapping) for each in value]
+    return dataclasses.replace(
+        outside,
+        flag=joined(own, outside.flag),
+        notices=(*layers.notices, *outside.notices),
+        hyperparameters={**outside.hyperparameters, **layers.hyperparameters},
+        in_call=tuple(option for option in options if not _is_typed(option, outside)),
+    )
+
+
+def _is_typed(option: str, overrides: Overrides) -> bool:
+    group, _, name = option.partition(".")
+    return name in overrides.flag.get(group, {})
+
+
+def _warn_of_processes(worker: WorkerEnvironment, layers: SettingLayers) -> None:
+    """Warn of the numbers of processes that the call gives, unless as many run or flags have given them."""
+    per_node = worker.local_world_size
+    running = {"num_gpus": worker.world_size, "num_nodes": worker.world_size // per_node}
+    running |= {"gpus_per_node": per_node, "nproc_per_node": per_node}
+    own, typed, config = joined(layers.sweep, layers.code), layers.overrides.flag, layers.merged.config
+    for name in _PROCESSES:
+        if name in own and name not in typed and own[name] != running.get(name):
+            text = (
+                f"{name}={own[name]} of launch() has no effect in a worker, of which {worker.world_size} run:"
+                f" start with --{name.replace('_', '-')} {own[name]}, or drop it"
+            )
+            Reporter(worker.rank == 0, config.verbose)({"kind": "warning", "text": text})

@@ -488,6 +488,19 @@ def _keep_last_row(run: Run) -> None:
         run.last_saved = (-1, -1)  # save again, so that the last checkpoint holds the row
 
 
+def extend_last_row(run: Run) -> None:
+    """Validate after the last epoch, and add the metrics to its row. A collective."""
+    state = run.state
+    row = _measure(run, is_validated=True)
+    if row is None:
+        return
+    if state.rows and state.rows[-1]["step"] == state.step:
+        row, state.is_last_row_open = {**state.rows[-1], **row}, True  # replaces that row
+    _keep_row(run, row)
+    _tell_of_validation(run, row)
+    run.last_saved = (-1, -1)  # save again, so that the last checkpoint holds the row
+
+
 def _measure(run: Run, *, is_validated: bool) -> dict[str, float] | None:
     """Return a row: means over the training of the epoch so far, and the metrics of the validation sets. A collective.
 

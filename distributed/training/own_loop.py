@@ -119,7 +119,7 @@ class Session:
         self._fill_job(model, optimizer, scheduler)
         others = {f"loader_{number}": each for number, each in enumerate(loaders[1:], start=2)} or None
         opened = fits.open({}, loaders[0], others, self._leaving)
-        self._run = OwnRun(fits, opened, self._leaving)
+        self._run = OwnRun(fits, opened, loaders, self._leaving)
         return self._run.model, self._run.optimizer, self._run.training_loader, *self._run.other_loaders
 
     def resume(self) -> Position:
@@ -171,8 +171,9 @@ class Session:
 
         In a loop over a loader, a mean weighs each value by the samples of its batch. A value of training is part of the next
         log line, which comes every `log_every_n_steps` updates. Names with the prefix `val_` are metrics of the validation of this
-        epoch and part of its row, which `monitor` refers to. The loss of `backward` is logged as `loss`. A call with that name
-        replaces it.
+        epoch and part of its row, which `monitor` refers to. If an epoch logs one of them after several updates, the values
+        after the last of these updates count. After the last epoch, they are added to its row. The loss of `backward` is logged
+        as `loss`. A call with that name replaces it.
 
         Args:
             name: the name of the value.
@@ -180,7 +181,7 @@ class Session:
             reduce: "mean", "sum" or "max", over the updates since the last log line and over the ranks.
 
         Raises:
-            ConfigError: the name is taken, or the value is not a number.
+            ConfigError: the name is taken, the value is not a number, or the run has not begun, see `resume`.
         """
         self._prepared().log(name, value, reduce)
 
@@ -255,8 +256,8 @@ class Session:
 
     @property
     def step(self) -> int:
-        """The number of updates so far."""
-        return self._prepared().run.state.step
+        """The number of updates so far, 0 before `resume`."""
+        return self._prepared().step
 
     def _entered(self) -> FitSession:
         if self._fits is None:

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from distributed.backends.base import Backend, ShardedData
+from distributed.backends.base import ShardedData
 from distributed.callbacks import Callback
 from distributed.data import num_micro_batches
 from distributed.errors import ConfigError, TrainingError
 from distributed.launching.pulse import Phase
-from distributed.loggers.logged import Logged
 from distributed.metrics.monitor import PREFIX
 from distributed.runs.summary import was_interrupted
 from distributed.state import StepResult
 from distributed.training import loop
+from distributed.training.own_logged import TRAINING, LoggedValidation, Turns
 from distributed.training.session import FitSession, OpenedFit
-from distributed.training.validation import Validation, add, means_of, micro_batches
+from distributed.training.validation import micro_batches
 
 _LOOP = "'for epoch in s.epochs():'"
+BREAK = "break"  # the `stop_reason` of a script that has left its loop over the epochs
 
 
 class _Interrupted(BaseException):
@@ -42,32 +44,21 @@ class KeptState(Callback):
         self.values.update(state)
 
 
-class LoggedValidation(Validation):
-    """The metrics of a validation that the script has made and logged."""
+class Loader:
+    """The batches of this rank. Each iteration is one pass over the data.
 
-    def __init__(self) -> None:
-        super().__init__({})
-        self.prefixes = (PREFIX,)
-        self.logged = Logged(reserves=False)
+    Attributes:
+        dataset: the data set that was passed to `prepare`, or that of the loader that was passed.
+    """
+
+    def __init__(self, run: OwnRun, data: ShardedData, given: Any, *, is_training: bool) -> None:
+        self._run, self._data, self._is_training = run, data, is_training
+        self.dataset = given.dataset if hasattr(given, "batch_sampler") else given
 
     @property
-    def has_stream(self) -> bool:
-        """Return whether the names of the metrics are not known before the first validation."""
-        return True
-
-    def measure(self, backend: Backend[Any], enter: Any) -> dict[str, float]:
-        """Return the means of what was logged since the last call. A collective."""
-        result, sums = StepResult([]), dict[str, list[float]]()
-        self.logged.attach(result)
-        add(sums, backend.collect([result]))
-        return means_of(sums)
-
-
-class Loader:
-    """The batches of this rank. Each iteration is one pass over the data."""
-
-    def __init__(self, run: OwnRun, data: ShardedData, *, is_training: bool) -> None:
-        self._run, self._data, self._is_training = run, data, is_training
+    def batch_size(self) -> int:
+        """The largest number of samples in a batch of this rank."""
+        return self._data.batch.batch_size
 
     def __iter__(self) -> Iterator[Any]:
         return self._run.training_batches() if self._is_training else self._run.batches_of(self._data)
@@ -84,18 +75,24 @@ class Loader:
 class OwnRun:
     """Train with the loop of a script. Every rank calls every method but `log`."""
 
-    def __init__(self, fits: FitSession, opened: OpenedFit, leaving: contextlib.ExitStack) -> None:
+    def __init__(
+        self, fits: FitSession, opened: OpenedFit, loaders: Sequence[Any], leaving: contextlib.ExitStack
+    ) -> None:
         self._fits, self._opened, self._leaving = fits, opened, leaving
         self._backend = fits.backend
         self.steps = fits.backend.own_steps
         self.model, self.optimizer = self.steps.model, self.steps.optimizer
-        self.training_loader = Loader(self, opened.train, is_training=True)
-        self.other_loaders = [Loader(self, each, is_training=False) for each in opened.shards.values()]
+        self.training_loader = Loader(self, opened.train, loaders[0], is_training=True)
+        self.other_loaders = [
+            Loader(self, data, given, is_training=False)
+            for data, given in zip(opened.shards.values(), loaders[1:], strict=True)
+        ]
         self.run_dir = opened.run.path.absolute()
         self._run: loop.Run | None = None
         self._validation = LoggedValidation()
-        self._num_samples: int | None = None  # samples of this rank in the batch that a loop has now
+        self._turns = Turns(self._backend.logged, self._validation.logged)
         self._is_in_epoch = False
+        self._is_epoch_read = False  # whether a loop over the training loader has come to the end of this epoch
         self._is_update_open = False  # whether a training batch was given out and its update is not made
         self._made: StepResult | None = None  # result of the newest update, until the loop comes back
 
@@ -104,10 +101,15 @@ class OwnRun:
         """The run, which `begin` or the first epoch begins."""
         return self.begin(may_load=False) if self._run is None else self._run
 
+    @property
+    def step(self) -> int:
+        """The number of updates so far, 0 before `begin`."""
+        return 0 if self._run is None else self._run.state.step
+
     def begin(self, *, may_load: bool) -> loop.Run:
         """Begin to train, from a checkpoint if there is one. A collective. Raises ConfigError if it may not be loaded."""
         if self._run is not None:
-            raise ConfigError("resume() comes before the loop, and only once")
+            raise ConfigError("resume() was called too late: call it once, before the loop, save() and stop()")
         if not may_load and self._opened.found is not None:
             raise ConfigError(
                 f"this run goes on from {self._opened.found.name}, but the script does not load it: call s.resume() after"
@@ -129,27 +131,53 @@ class OwnRun:
         is_interrupted = isinstance(error, _Interrupted)
         if error is None or is_interrupted:
             self._settle()
+            self._leave_epochs(self.run)
             loop.end(self.run)
         return is_interrupted
+
+    def _leave_epochs(self, run: loop.Run) -> None:
+        """Make a row of what the script has logged since the last one, and end an epoch that it has left by `break`. A collective."""
+        state = run.state
+        if was_interrupted(state):
+            return
+        is_left = self._is_in_epoch and state.stop_reason is None and state.samples_in_epoch > 0
+        if is_left and state.epoch + self._is_epoch_read < run.config.epochs:
+            state.stop_reason = BREAK
+        is_validated = self._take_validation(run)
+        if is_left and self._is_epoch_read:
+            loop.finish_epoch(run)
+        elif is_validated and not state.samples_in_epoch:
+            loop.extend_last_row(run)
 
     # ------------------------------------------------------------------ epochs and batches
 
     def epochs(self) -> Iterator[int]:
         """Yield the number of each epoch that is left. A collective at the end of each."""
         run = self.run
-        while run.state.epoch < run.config.epochs and run.state.stop_reason is None:
-            self._is_in_epoch = True
+        while self._has_epoch(run):
+            self._is_in_epoch, self._is_epoch_read = True, False
             self._enter_script()
             yield run.state.epoch
             self._is_in_epoch = False
             if not self._settle() or run.state.stop_reason is not None or not self._finish_epoch(run):
                 return
 
+    def _has_epoch(self, run: loop.Run) -> bool:
+        """Return whether an epoch is left, or the rest of one."""
+        state = run.state
+        is_over = not state.samples_in_epoch and state.step >= (run.config.max_steps or math.inf)
+        if is_over and state.epoch < run.config.epochs and state.stop_reason is None:
+            state.stop_reason = "max_steps"
+        return state.epoch < run.config.epochs and state.stop_reason is None
+
     def training_batches(self) -> Iterator[Any]:
         """Yield the batches of the rest of the epoch. What is due after an update is done when the loop comes back."""
         if not self._is_in_epoch:
             raise ConfigError(f"the training loader is read in an epoch: put its loop into {_LOOP}")
         run, steps = self.run, self.steps
+        if not self._settle():  # the last loop over the loader was left after an update
+            _leave_if_interrupted(run)
+            return
         try:
             for update_batch in loop.update_batches(run):
                 if not loop.enter(run):
@@ -158,8 +186,9 @@ class OwnRun:
                 steps.begin(update_batch)
                 self._update_batch, self._is_update_open = update_batch, True
                 for index, micro in enumerate(update_batch.micro_batches):
-                    self._num_samples = micro.num_samples
-                    yield steps.enter(index)
+                    batch = steps.enter(index)
+                    self._turns.take(TRAINING, micro.num_samples)
+                    yield batch
                     self._check_turn()
                     steps.leave()
                 if self._is_update_open:
@@ -167,24 +196,24 @@ class OwnRun:
                 if not self._settle():
                     _leave_if_interrupted(run)
                     return
+            self._is_epoch_read = True
         finally:
             self._leave()
 
     def batches_of(self, data: ShardedData) -> Iterator[Any]:
         """Yield the batches of one pass over `data`. A signal ends the block. A collective at its beginning."""
-        logged = self._validation.logged
+        this_loop = object()
         self.steps.begin_evaluation()
         try:
             for micro in micro_batches(data.epoch(0)):
                 if self._run is not None:
                     loop.enter_evaluation(self._run)
                     _leave_if_interrupted(self._run)
-                self._num_samples = logged.num_samples = micro.num_samples
-                yield self.steps.enter_evaluation(micro)
-                self.steps.leave_evaluation()
+                self._turns.take(this_loop, micro.num_samples)
+                with self.steps.evaluating(micro) as batch:
+                    yield batch
         finally:
-            self.steps.leave_evaluation()
-            self._num_samples = logged.num_samples = None
+            self._turns.end(this_loop)
             self._enter_script()
 
     def _check_turn(self) -> None:
@@ -193,7 +222,8 @@ class OwnRun:
 
     def _leave(self) -> None:
         self.steps.leave()
-        self._num_samples, self._is_update_open = None, False
+        self._turns.end(TRAINING)
+        self._is_update_open = False
         self._enter_script()
 
     def _enter_script(self) -> None:
@@ -205,15 +235,19 @@ class OwnRun:
         """End the epoch with what was logged of its validation. A collective."""
         if not run.state.samples_in_epoch:
             raise ConfigError(f"an epoch made no update: put the loop over the training loader into {_LOOP}")
-        is_validated = self._backend.world.reduce({PREFIX: float(self._validation.logged.is_pending)})[PREFIX]
-        run.validation = self._validation if is_validated else None
         config = run.config
-        if config.early_stopping_patience and config.monitor.startswith(PREFIX) and not is_validated:
+        if not self._take_validation(run) and config.early_stopping_patience and config.monitor.startswith(PREFIX):
             raise ConfigError(
                 f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and this epoch logged no"
                 f" metric of a validation: call s.log({config.monitor!r}, value), or drop it"
             )
         return loop.finish_epoch(run)
+
+    def _take_validation(self, run: loop.Run) -> bool:
+        """Make what was logged of a validation part of the next row, and return whether there is any. A collective."""
+        is_validated = self._backend.world.reduce({PREFIX: float(self._validation.logged.is_pending)})[PREFIX] > 0
+        run.validation = self._validation if is_validated else None
+        return is_validated
 
     # ------------------------------------------------------------------ what the loop calls
 
@@ -230,6 +264,8 @@ class OwnRun:
 
     def log(self, name: str, value: Any, reduce: str) -> None:
         """Log a value of training, or of the validation. No collective."""
+        if self._run is None:
+            raise ConfigError(f"log({name!r}, ...) was called before training: call it after s.resume(), or in {_LOOP}")
         if name == "loss":
             if self.steps.own_loss.num_samples is None:
                 raise ConfigError(
@@ -237,13 +273,13 @@ class OwnRun:
                 )
             self.steps.own_loss.log(name, value, reduce)
         elif isinstance(name, str) and name.startswith(PREFIX):
-            self._validation.logged.log(name.removeprefix(PREFIX), value, reduce)
+            self._validation.log(name.removeprefix(PREFIX), value, reduce, self.step)
         else:
             self._backend.logged.log(name, value, reduce)
 
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks. A collective."""
-        return self.steps.gather(tensor, self._num_samples)
+        return self.steps.gather(tensor, self._turns.num_samples)
 
     def save(self, path: Path | None) -> Path:
         """Save a checkpoint into the run, or into `path`. A collective."""

@@ -24,7 +24,7 @@ from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.request import Handover, handover, launched_by, running_script
+from distributed.launching.request import Handover, handover, launched_by, outside_settings
 from distributed.loggers import registry as loggers
 from distributed.loggers.logger import Logger
 from distributed.state import Job
@@ -203,16 +203,12 @@ def make_setup(
     Raises:
         ConfigError, ResourceError: in the parent and in every worker, before any rank joins the others.
     """
-    pinned, code, sweep, hyperparameters, notices = _settings(pinned, config, settings)
-    if (trial := current()) is not None:
-        sweep = joined(trial.settings, sweep)
     worker = worker_environment()  # None in a process that no launcher started
     received = handover()
-    overrides = _overrides(config, received)
-    layers = SettingLayers(owner, pinned, code, sweep, hyperparameters, overrides, tuple(notices))
+    layers = read_layers(owner, pinned, config, settings, outside_settings(received))
     merged = layers.merged
     plan = _plan(merged, worker)
-    _check_backend(merged, plan)
+    _check_backend(merged, plan, layers.overrides.in_call)
     is_on_node_0 = worker.node_rank == 0 if worker is not None else merged.config.node_rank == 0
     if is_on_node_0 and not _has_begun(worker, received):  # only the main process reads it, for all
         _check_source(merged)
@@ -224,6 +220,20 @@ def make_setup(
     setup = Setup(job, callbacks, layers, plan, worker, received, FitRequest(), users_loggers)
     setup.check_job()
     return setup
+
+
+def read_layers(
+    owner: str,
+    pinned: str | None,
+    config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
+    settings: Mapping[str, Any],
+    outside: Overrides,
+) -> SettingLayers:
+    """Return the settings from all sources: the arguments of `make_setup`, and `outside`. Raises ConfigError if a name is wrong."""
+    pinned, code, sweep, hyperparameters, notices = _settings(pinned, config, settings)
+    if (trial := current()) is not None:
+        sweep = joined(trial.settings, sweep)
+    return SettingLayers(owner, pinned, code, sweep, hyperparameters, _overrides(config, outside), tuple(notices))
 
 
 def _settings(
@@ -263,14 +273,13 @@ def _own_options(pinned: str | None) -> list[str]:
     return [] if pinned is None else list(backend_class(pinned).Options.__dataclass_fields__)
 
 
-def _overrides(config: Any, received: Handover | None) -> Overrides:
+def _overrides(config: Any, outside: Overrides) -> Overrides:
     """Return the settings from flags and files. Those from outside of the script override the file that the script names."""
-    overrides = received.overrides if received is not None else running_script()
     if not isinstance(config, (str, os.PathLike)):
-        return overrides
+        return outside
     read = read_config_file(config)
-    file = joined(joined(read.file, read.flag), overrides.file)
-    return dataclasses.replace(overrides, file=file, notices=(*overrides.notices, *read.notices))
+    file = joined(joined(read.file, read.flag), outside.file)
+    return dataclasses.replace(outside, file=file, notices=(*outside.notices, *read.notices))
 
 
 def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
@@ -327,15 +336,15 @@ def _check_nodes(merged: MergedConfig) -> None:
         )
 
 
-def _check_backend(merged: MergedConfig, plan: ProcessPlan) -> None:
+def _check_backend(merged: MergedConfig, plan: ProcessPlan, in_call: Sequence[str]) -> None:
     """Raise ConfigError for a flag that sets an option of a backend that is not used.
 
-    From other sources such an option has no effect.
+    From other sources, such as a call of `launch` with the options `in_call`, such an option has no effect.
     """
     used = (*groups_in_use(merged.config, plan.backend), "data")
     for name, source in merged.sources.items():
         group, _, option = name.partition(".")
-        if option and group not in used and source == "flag":
+        if option and group not in used and source == "flag" and name not in in_call:
             raise ConfigError(
                 f"{name} is an option of another backend than {plan.backend!r}: drop it, or set --backend"
             )

@@ -85,13 +85,15 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize("name", SOME)
-def test_the_weights_are_those_of_trainer_and_each_sample_is_gathered_once(name, ran, trained):
+def test_the_weights_are_those_of_trainer_and_each_sample_counts_once(name, ran, trained):
     out = ran[name, 0.0]
     is_exact = not name.startswith("deepspeed")
     expected = trained["float64" if is_exact else "float32"]
     assert distance(weights(out), expected) < (EXACT if is_exact else ROUNDING)
     for rank in range(WORLDS[name][1]):
-        assert json.loads((out / f"gathered-{rank}.json").read_text()) == [0, list(range(10))]
+        assert json.loads((out / f"gathered-{rank}.json").read_text()) == [0, list(range(13))]
+    lines = map(json.loads, (out / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [line["test_mean"] for line in lines if "test_mean" in line] == pytest.approx([6, 6])
 
 
 @pytest.mark.parametrize(
@@ -128,6 +130,19 @@ def test_launch_runs_the_function_of_a_plain_script(run_python, trained, tmp_pat
     assert json.loads((run / "result.json").read_text())["world_size"] == 2
 
 
+def test_launch_in_a_worker_applies_its_settings_below_the_flags(run_cli, tmp_path):
+    of_launch = {"global_batch_size": 8, "epochs": 3, "fsdp": {"cpu_offload": True}}  # the Session has 16 and 2
+    options = json.dumps({"nproc": 2, "launch": of_launch})
+    run = tmp_path / "run"
+    flags = ["--epochs", "1", "--backend", "single", "--run-dir", str(run)]
+    done = run_cli(["train", "--script", str(JOB), *flags, "--", str(tmp_path), options])
+    assert done.returncode == 0, done.output
+    result = json.loads((run / "result.json").read_text())
+    assert (result["world_size"], result["epochs"], result["steps"]) == (1, 1, 13)  # of 8 samples each
+    assert done.stderr.count("nproc_per_node=2 of launch() has no effect") == 1, done.output
+    assert "fsdp.cpu_offload (backend is single)" in done.stdout + done.stderr, done.output
+
+
 def test_launch_raises_what_failed_in_a_worker(run_python, tmp_path):
     script = tmp_path / "fails.py"
     script.write_text(
@@ -150,3 +165,46 @@ def test_workers_of_torchrun_train_too(run_python, trained, tmp_path):
     done = run_python(torchrun, cwd=tmp_path)
     assert done.returncode == 0, done.output
     assert distance(weights(tmp_path), trained["float64"]) < EXACT
+
+
+@pytest.mark.full
+def test_a_run_goes_on_with_other_numbers_of_processes(run_cli, trained, tmp_path):
+    options = {"dropout": 0.0, "signal": "SIGKILL", "step": 5}
+    flags = [
+        "--nproc-per-node", "1:2", "--set", "elastic_interval_s=1", "--dtype", "float64", "--run-dir", str(tmp_path / "run"),
+    ]  # fmt: skip
+    done = run_cli(["train", "--script", str(JOB), *flags, "--", str(tmp_path), json.dumps(options)])
+    assert done.returncode == 0 and "going on with 1 process" in done.stderr, done.output
+    assert distance(weights(tmp_path), trained["float64"]) < EXACT
+
+
+@pytest.mark.full
+def test_a_trial_of_a_script_reports_what_the_loop_logs(run_cli, tmp_path):
+    needs_backend("ray")
+    (tmp_path / "space.yaml").write_text("learning_rate: [0.1]")
+    search = [
+        "--search-space", str(tmp_path / "space.yaml"), "--num-samples", "1", "--metric", "val_first", "--mode", "max",
+    ]  # fmt: skip
+    where = ["--nproc-per-node", "2", "--run-dir", str(tmp_path / "search"), "--", str(tmp_path), "{}"]
+    done = run_cli(["tune", "--script", str(JOB), *search, *where], timeout=240)
+    assert done.returncode == 0, done.output
+    (trial,) = json.loads((tmp_path / "search" / "sweep.json").read_text())["trials"]
+    assert (trial["status"], trial["epochs"], trial["metrics"]["val_first"]) == ("finished", 2, 1)
+
+
+@pytest.mark.full
+def test_launch_in_a_trial_reports_each_epoch_and_goes_on(run_python, tmp_path):
+    script = tmp_path / "trial.py"
+    script.write_text(
+        "import json, runpy, sys\n"
+        "from pathlib import Path\n"
+        "import distributed\n"
+        "from distributed.training.trial import Trial, inside\n"
+        "job, rows = runpy.run_path(sys.argv[1]), []\n"
+        "with inside(Trial(Path('trial'), sys.argv[2] == '2', rows.append)):\n"
+        "    distributed.launch(job['train'], '.', {}, nproc_per_node=2, epochs=int(sys.argv[2]))\n"
+        "print([row['epoch'] for row in rows])\n"
+    )
+    for epochs in (1, 2):
+        done = run_python([str(script), str(JOB), str(epochs)], cwd=tmp_path)
+        assert done.returncode == 0 and done.stdout.splitlines()[-1] == f"[{epochs}]", done.output

@@ -128,6 +128,26 @@ def test_a_stopped_run_goes_on_bit_for_bit_in_the_middle_of_an_epoch():
     assert seen == [0] * 4 + [1] * 6 and same(whole, resumed)
 
 
+def test_a_trainer_goes_on_from_a_checkpoint_with_its_own_form_of_the_loss():
+    is_label = torch.tensor([0, 1, 1, 1, 0, 0, 0, 1] * 3)[:22] > 0  # micro-batches with different numbers of labels
+    data = TensorDataset(INPUTS, torch.where(is_label, DATA.tensors[1], -100))
+    settings = {**SETTINGS, "gradient_accumulation_steps": 2, "shuffle": False}
+
+    def counted(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), (batch[1] != -100).sum()
+
+    def trained(**more):
+        trainer = distributed.Trainer(make(), optimizer=adam, loss_fn=F.cross_entropy, **{**settings, **more})
+        return trainer, trainer.fit(data)
+
+    _, own_run = own(counted, data=data, **{**settings, "epochs": 1})
+    whole, _ = trained()
+    resumed, history = trained(resume_from_checkpoint=str(own_run))
+    assert len(history.rows) == 2
+    for expected, found in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_state_of_the_script_travels_with_checkpoints():
     with distributed.Session(**SETTINGS) as s:
         called, _, loader = s.prepare(make(), adam, DATA)
@@ -183,6 +203,119 @@ def test_files_of_the_run_are_those_of_a_trainer():
     loaded = make()
     distributed.load_weights(loaded, run_dir / result["checkpoint"])
     assert same(loaded, model)
+
+
+def validated(hook=lambda s: None, after=lambda s: False, **settings):
+    """Train and log `val_loss` as 1 after each epoch. Return (the epochs, the number of updates in each, result, lines).
+
+    `hook` is called after each update. A loop over the epochs ends if `after` returns True.
+    """
+    epochs, counts = [], []
+    with distributed.Session(**{**SETTINGS, "epochs": 3, **settings}) as s:
+        called, _, loader = s.prepare(make(), adam, DATA)
+        s.resume()
+        for epoch in s.epochs():
+            epochs.append(epoch)
+            counts.append(0)
+            for batch in loader:
+                s.backward(mean_loss(called, batch))
+                s.update()
+                counts[-1] += 1
+                if hook(s):
+                    break
+            s.log("val_loss", 1.0)
+            if after(s):
+                break
+        run_dir = s.run_dir
+    return epochs, counts, json.loads((run_dir / "result.json").read_text()), lines_of(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "counts", "num_finished", "reason"),
+    [
+        ({"max_steps": 2}, [2], 0, "max_steps"),
+        ({"hook": lambda s: s.step == 2 and s.stop("enough")}, [2], 0, "enough"),
+        ({"after": lambda s: s.step == 12}, [6, 6], 2, "break"),
+        ({"hook": lambda s: s.step == 2, "after": lambda s: True}, [2], 0, "break"),
+        ({"max_steps": 6}, [6], 1, "max_steps"),
+    ],
+    ids=["max-steps", "stop", "break-after-an-epoch", "break-in-an-epoch", "max-steps-at-the-end-of-an-epoch"],
+)
+def test_the_last_validation_counts_however_the_loop_ends(arguments, counts, num_finished, reason):
+    epochs, found, result, lines = validated(**arguments)
+    assert (epochs, found) == (list(range(len(counts))), counts)
+    assert (result["steps"], result["epochs"], result["stop_reason"]) == (sum(counts), num_finished, reason)
+    assert result["final_metrics"]["val_loss"] == 1 and "loss" in result["final_metrics"]
+    assert (lines[-1]["step"], lines[-1]["split"], lines[-1]["loss"]) == (sum(counts), "val", 1)
+
+
+def test_an_evaluation_within_a_batch_leaves_the_batch_as_it_was():
+    seen = []
+    with distributed.Session(**{**SETTINGS, "epochs": 1, "mixed_precision": "bf16"}) as s:
+        called, _, loader, held_out = s.prepare(make(), adam, DATA, DataLoader(DATA, batch_size=16))
+        for _ in s.epochs():
+            for batch in loader:
+                for number, _ in enumerate(held_out):
+                    s.log("test_number", number)
+                seen.append(torch.is_autocast_enabled("cpu"))
+                s.backward(mean_loss(called, batch))
+                for _ in held_out:
+                    seen.append(torch.is_autocast_enabled("cpu"))
+                seen.append(torch.is_autocast_enabled("cpu"))
+                s.log("number", len(batch[1]))
+                s.update()
+        run_dir = s.run_dir
+    (row,) = [line for line in lines_of(run_dir) if line["split"] == "train"]
+    assert row["test_number"] == pytest.approx(6 / 22)  # each batch weighs its samples, those of training too
+    assert row["number"] == pytest.approx((5 * 16 + 4) / 22)
+    assert seen == [True, True, True, False] * 6
+
+
+def test_the_newest_validation_of_an_epoch_counts_and_one_after_the_last_epoch_too():
+    logged = {3: [8, 4], 4: [2, 6], 6: [5]}  # step -> values
+    with distributed.Session(**SETTINGS, monitor_mode="min") as s:
+        called, _, loader = s.prepare(make(), adam, DATA)
+        assert s.step == 0
+        s.resume()
+        s.log("num_parameters", 66)
+        for epoch in s.epochs():
+            for batch in loader:
+                s.backward(mean_loss(called, batch))
+                s.update()
+                for value in logged.get(s.step, ()) if epoch == 0 else ():
+                    s.log("val_twice", value)
+                    if s.step < 6:
+                        s.log("val_once", value)
+            s.log("val_loss", 3 - epoch)
+        s.log("val_final", 7)
+        run_dir = s.run_dir
+    rows = json.loads((run_dir / "result.json").read_text())
+    lines = lines_of(run_dir)
+    first, second, last = (line for line in lines if line["split"] == "val")
+    assert (first["twice"], first["once"], first["loss"]) == (5, 4, 3)
+    assert (second["loss"], last["final"], last["step"]) == (2, 7, 12)
+    assert (rows["final_metrics"]["val_loss"], rows["final_metrics"]["val_final"], rows["epochs"]) == (2, 7, 2)
+    assert lines[0]["num_parameters"] == 66
+    with distributed.Session(**{**SETTINGS, "epochs": 3}, resume_from_checkpoint=str(run_dir)) as s:
+        called, _, loader = s.prepare(make(), adam, DATA)
+        assert s.step == 0 and s.resume().step == s.step == 12
+
+
+def test_a_second_loop_in_an_epoch_first_does_what_was_due_in_the_first_one():
+    each = {"log_every_n_steps": 1, "checkpoint_every_n_steps": 1, "keep_latest_k": 9, "epochs": 1}
+    with distributed.Session(**{**SETTINGS, **each}) as s:
+        called, _, loader = s.prepare(make(), adam, torch.utils.data.Subset(DATA, range(22)))
+        assert (len(loader.dataset), loader.batch_size) == (22, 4)
+        for _ in s.epochs():
+            for limit in (2, 6):
+                for batch in loader:
+                    s.backward(mean_loss(called, batch))
+                    s.update()
+                    if s.step == limit:
+                        break
+        run_dir = s.run_dir
+    assert [line["step"] for line in lines_of(run_dir)] == [1, 2, 3, 4, 5, 6]
+    assert len(list((run_dir / "checkpoints").glob("step-*"))) == 6
 
 
 def signalled(place, seen):
@@ -340,6 +473,10 @@ def taken_name(s, called, batch):
     s.log("grad_norm", 1)
 
 
+def image_of_validation(s, called, batch):
+    s.log("val_image", distributed.loggers.Image(torch.rand(3, 3)))
+
+
 @pytest.mark.parametrize(
     ("step", "text"),
     [
@@ -348,6 +485,7 @@ def taken_name(s, called, batch):
         (update_twice, r"update\(\) comes after backward"), (own_step, r"optimizer.step\(\) is part of update"),
         (own_zero_grad, r"optimizer.zero_grad\(\) is part of update"), (detached, "the loss has no gradient"),
         (saved_too_early, r"save\(\) was called within an update"), (taken_name, "cannot be called 'grad_norm'"),
+        (image_of_validation, "is no metric: drop 'val_' from its name"),
     ],
 )  # fmt: skip
 def test_misuse_of_a_step_is_refused(step, text):
@@ -373,6 +511,12 @@ def test_misuse_outside_of_a_step_is_refused():
             s.prepare(make(), adam, DATA)
         with pytest.raises(ConfigError, match=r"put its loop into 'for epoch in s.epochs"):
             next(iter(loader))
+        for name in ("size", "val_loss"):
+            with pytest.raises(ConfigError, match=r"call it after s.resume\(\), or in"):
+                s.log(name, 1)
+        s.save("early")
+        with pytest.raises(ConfigError, match=r"resume\(\) was called too late"):
+            s.resume()
         with pytest.raises(ConfigError, match=r"backward\(loss\) belongs in the loop"):
             s.backward(torch.ones((), requires_grad=True))
 

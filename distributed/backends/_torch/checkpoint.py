@@ -23,7 +23,8 @@ def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
     """Write this rank's tensors into `directory` and return the rest of the state, as JSON. All ranks must call it."""
     update, passes, wholes = backend.update, backend.passes, backend.measured.wholes
     extra: dict[str, Any] = {"world_size": backend.world.world_size, "step": update.step}
-    extra["loss_form"] = passes.objective.form if passes.is_settled else None
+    is_known = passes.is_settled and backend.own_steps is None  # a loop of the script passes losses, not their form
+    extra["loss_form"] = passes.objective.form if is_known else None
     extra["means"] = backend.measured.form
     extra["over_all"] = wholes.save(directory)
     if backend.frozen is not None and backend.frozen.names:

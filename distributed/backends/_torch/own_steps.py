@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +49,8 @@ class OwnSteps:
         self._losses: list[Loss] = []  # of the micro-batches of this update batch that have had their backward pass
         self._index: int | None = None  # the micro-batch that has its turn, or None
         self._is_first = True  # whether this is the first update, in which the ranks compare the forms of their losses
-        self._autocast = contextlib.ExitStack()  # open until the backward pass of the micro-batch
+        self._num_evaluated = 0  # batches of evaluation that a loop has now
+        self._autocast = contextlib.ExitStack()  # see `_switch_autocast`
         self._unsynced = contextlib.ExitStack()
         self._restored = contextlib.ExitStack()
         self.own_loss = Logged(reserves=False)  # what the loop reports as its loss in place of that of `backward`
@@ -89,7 +90,7 @@ class OwnSteps:
             self._restored.enter_context(self._passes.restoring())
         if not self._is_last:
             self._unsynced.enter_context(self._backend.wrapper.without_sync())
-        self._autocast.enter_context(self._backend.precision.autocast())
+        self._switch_autocast()
         return self._passes.move(micro.batch)
 
     def leave(self) -> None:
@@ -189,14 +190,22 @@ class OwnSteps:
         """Give all ranks the buffers of rank 0, with which they evaluate. A collective."""
         self._backend.share_buffers()
 
-    def enter_evaluation(self, micro: MicroBatch) -> Any:
-        """Return the batch of `micro` on the device, for evaluation. Not a collective."""
-        self._autocast.enter_context(self._backend.precision.autocast())
-        return self._passes.move(micro.batch)
+    @contextlib.contextmanager
+    def evaluating(self, micro: MicroBatch) -> Iterator[Any]:
+        """Return a block in which the script evaluates `micro`, whose batch on the device is its value. Not a collective."""
+        self._num_evaluated += 1
+        self._switch_autocast()
+        try:
+            yield self._passes.move(micro.batch)
+        finally:
+            self._num_evaluated -= 1
+            self._switch_autocast()
 
-    def leave_evaluation(self) -> None:
-        """End the evaluation of a batch. Not a collective."""
+    def _switch_autocast(self) -> None:
+        """Switch autocast on if there is a batch of evaluation, or one that waits for its backward pass, else off."""
         self._autocast.close()
+        if self._num_evaluated or self.is_owed:
+            self._autocast.enter_context(self._backend.precision.autocast())
 
     def gather(self, tensor: Any, num_samples: int | None) -> torch.Tensor:
         """Return the rows of all ranks as one tensor on this rank's device. A collective.

@@ -1,0 +1,82 @@
+"""Keep what the loop of a script logs: how much each value weighs, and which belong to its validation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distributed.backends.base import Backend
+from distributed.callbacks.media import Media
+from distributed.errors import ConfigError
+from distributed.loggers.logged import Logged
+from distributed.metrics.monitor import PREFIX
+from distributed.state import StepResult
+from distributed.training.validation import Validation, add, means_of
+
+TRAINING = "training"  # the loop over the training loader
+
+
+class Turns:
+    """The loops over loaders that have a batch now. What is logged weighs the samples of the newest of these batches."""
+
+    def __init__(self, logged: Logged, of_validation: Logged) -> None:
+        self._logged, self._of_validation = logged, of_validation
+        self._num_samples: dict[object, int] = {}  # loop -> samples of this rank in its batch; the newest last
+
+    @property
+    def num_samples(self) -> int | None:
+        """The samples of this rank in the newest batch, or None outside of all loops."""
+        return next(reversed(self._num_samples.values()), None)
+
+    def take(self, of_loop: object, num_samples: int) -> None:
+        """Begin the turn of a batch with `num_samples` on this rank, in the place of the last batch of this loop."""
+        self._num_samples.pop(of_loop, None)
+        self._num_samples[of_loop] = num_samples
+        self._weigh()
+
+    def end(self, of_loop: object) -> None:
+        """End the turn of a loop. The batch of the loop around it has its turn again."""
+        self._num_samples.pop(of_loop, None)
+        self._weigh()
+
+    def _weigh(self) -> None:
+        number, is_training = self.num_samples, next(reversed(self._num_samples), None) == TRAINING
+        self._logged.num_samples = number
+        self._of_validation.num_samples = None if is_training else number
+
+
+class LoggedValidation(Validation):
+    """The metrics of a validation that the script has made and logged."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.prefixes = (PREFIX,)
+        self.logged = Logged(reserves=False)
+        self._steps: dict[str, int] = {}  # metric -> the update after which this rank has logged it
+
+    @property
+    def has_stream(self) -> bool:
+        """Return whether the names of the metrics are not known before the first validation."""
+        return True
+
+    def log(self, name: str, value: Any, reduce: str, step: int) -> None:
+        """Keep a value that was measured after update `step`, in the place of the values of earlier updates. No collective."""
+        if isinstance(value, Media):
+            raise ConfigError(
+                f"log('{PREFIX}{name}', {type(value).__name__}(...)) is no metric: drop {PREFIX!r} from its name"
+            )
+        if self._steps.get(name, step) != step:
+            self.logged.forget([name])
+        self.logged.log(name, value, reduce)
+        self._steps[name] = step
+
+    def measure(self, backend: Backend[Any], enter: Any) -> dict[str, float]:
+        """Return the newest means of what was logged since the last call. A collective."""
+        newest: dict[str, int] = {}
+        for steps in backend.world.gather(self._steps):
+            newest |= {name: max(step, newest.get(name, step)) for name, step in steps.items()}
+        self.logged.forget([name for name, step in self._steps.items() if step < newest[name]])
+        self._steps.clear()
+        result, sums = StepResult([]), dict[str, list[float]]()
+        self.logged.attach(result)
+        add(sums, backend.collect([result]))
+        return means_of(sums)
