@@ -345,14 +345,15 @@ def _are_classes(targets: Any) -> bool:
 
 
 def scores(outputs: Any) -> Any:
-    """Return the scores inside a model's outputs (`.logits`, as in Hugging Face), or the outputs themselves."""
-    return getattr(outputs, "logits", outputs)
+    """Return the scores inside a model's outputs (`.logits` or ["logits"], as in Hugging Face), or the outputs themselves."""
+    return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (number of correct answers, number of samples).
 
-    Shapes are [batch, classes] for `outputs` and [batch] for `targets`. Negative class indices are not counted.
+    Shapes are [batch, classes] for `outputs` and [batch] for `targets`, or both with additional dimensions. Negative class
+    indices are not counted.
     """
     return (outputs.argmax(dim=1) == targets).sum(), (targets >= 0).sum()
 
