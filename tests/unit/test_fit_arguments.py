@@ -44,6 +44,7 @@ def test_arrays_are_the_same_data_as_a_tensor_dataset(tmp_path: Any, monkeypatch
     assert trained(linear, x=X, y=Y, validation_data=data, batch_size=8, verbose=0) == expected
     assert trained(linear, x=data, validation_data=(X, Y), shuffle=True) == expected
     assert trained(linear, x=X, y=Y, validation_data=(X, Y), shuffle=False) != expected
+    assert trained(linear, x=X, y=Y.int(), validation_data=(X, Y.to(torch.int16))) == expected
     in_float64 = trained(linear, TensorDataset(X, Y), dtype="float64")
     assert trained(linear, x=X, y=Y, dtype="float64") == in_float64
 

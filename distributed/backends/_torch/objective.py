@@ -113,6 +113,8 @@ class Objective:
         if loss_fn is None:
             loss_fn = self._default = self._choose_default(outputs, targets)
             self._class_loss = class_loss(loss_fn)
+        if self._class_loss is not None and _are_classes(targets):
+            targets = targets.long()  # torch takes no other class indices, except for uint8
         if self._class_loss is not None and (self.counts or not torch.is_grad_enabled()) and _are_classes(targets):
             value: Any = self._class_loss(outputs, targets)
         else:
