@@ -161,7 +161,8 @@ def _update(found: _Translation) -> None:
     betas = (found.take("adam_beta1"), found.take("adam_beta2"))
     if name not in _OPTIMIZERS:
         found.refuse(
-            "optim", f"has no counterpart: use one of {', '.join(_OPTIMIZERS)}, or pass Trainer(optimizer=...)"
+            "optim",
+            f"has no counterpart: use one of {', '.join(_OPTIMIZERS)}, or drop it and pass Trainer(optimizer=...)",
         )
     else:
         settings["optimizer"] = _OPTIMIZERS[name]
@@ -193,7 +194,7 @@ def _schedule(found: _Translation) -> None:
     if name not in _SCHEDULES:
         found.refuse(
             "lr_scheduler_type",
-            f"has no counterpart: use one of {', '.join(_SCHEDULES)}, or pass Trainer(scheduler=...)",
+            f"has no counterpart: use one of {', '.join(_SCHEDULES)}, or drop it and pass Trainer(scheduler=...)",
         )
         return
     found.settings["scheduler"] = _SCHEDULES[name]
@@ -205,7 +206,8 @@ def _schedule(found: _Translation) -> None:
         found.settings[ours] = given.pop(argument, default)
     if given:
         found.refuse(
-            "lr_scheduler_kwargs", f"has {', '.join(given)}, which has no counterpart: pass Trainer(scheduler=...)"
+            "lr_scheduler_kwargs",
+            f"has {', '.join(given)}, which has no counterpart: drop it and pass Trainer(scheduler=...)",
         )
 
 

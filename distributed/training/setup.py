@@ -208,7 +208,7 @@ def make_setup(
         sweep = joined(trial.settings, sweep)
     worker = worker_environment()  # None in a process that no launcher started
     received = handover()
-    overrides = _overrides(config, received)
+    overrides = _overrides(config, received, job)
     layers = SettingLayers(owner, pinned, code, sweep, hyperparameters, overrides, tuple(notices))
     merged = layers.merged
     plan = _plan(merged, worker)
@@ -235,7 +235,8 @@ def _settings(
     others: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, DistributedConfig):
-        code, notices = dict(config.given), list(config.notices)
+        code = {name: value for name, value in config.given.items() if name not in config.of_arguments}
+        notices = list(config.notices)
     elif isinstance(config, Mapping):
         sweep, others, notices = split_sweep(config)
     elif not isinstance(config, (str, os.PathLike, type(None))):
@@ -263,14 +264,34 @@ def _own_options(pinned: str | None) -> list[str]:
     return [] if pinned is None else list(backend_class(pinned).Options.__dataclass_fields__)
 
 
-def _overrides(config: Any, received: Handover | None) -> Overrides:
-    """Return the settings from flags and files. Those from outside of the script override the file that the script names."""
+def _overrides(config: Any, received: Handover | None, job: Job) -> Overrides:
+    """Return the settings from flags and files. Those from outside of the script override the file that the script names.
+
+    The settings of TrainingArguments are those of such a file.
+    """
     overrides = received.overrides if received is not None else running_script()
+    if isinstance(config, DistributedConfig) and config.of_arguments:
+        arguments = {name: value for name, value in config.given.items() if name in config.of_arguments}
+        notices = _drop_replaced(arguments, job)
+        file = joined(arguments, overrides.file)
+        return dataclasses.replace(overrides, file=file, notices=(*overrides.notices, *notices))
     if not isinstance(config, (str, os.PathLike)):
         return overrides
     read = read_config_file(config)
     file = joined(joined(read.file, read.flag), overrides.file)
     return dataclasses.replace(overrides, file=file, notices=(*overrides.notices, *read.notices))
+
+
+def _drop_replaced(arguments: dict[str, Any], job: Job) -> list[str]:
+    """Remove what an optimizer or a schedule of the script brings itself, as transformers does, and return notices about it."""
+    notices = []
+    for what, given, name in (
+        ("an optimizer", job.optimizer, "learning_rate"),
+        ("a schedule", job.scheduler, "warmup_steps"),
+    ):
+        if given is not None and not job.names and arguments.pop(name, None) is not None:
+            notices.append(f"{name} of TrainingArguments has no effect: the script passes {what}")
+    return notices
 
 
 def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
