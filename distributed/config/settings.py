@@ -179,7 +179,7 @@ class DistributedConfig:
         known = rules(type(self))
         for name, rule in known.items():
             object.__setattr__(self, name, check_setting(name, values.get(name, rule.default), rule))
-        given, of_arguments = set(values), frozenset()
+        given, of_arguments = set(values), frozenset[str]()
         if source is not None:
             given = {*without_outranked(source.given, canonical(passed)[0]), *canonical(passed)[0]}
             of_arguments = source.of_arguments & (given - canonical(passed)[0].keys())
@@ -213,7 +213,7 @@ class DistributedConfig:
 
         settings, notices = settings_of(arguments, num_training_steps)
         config = cls(**settings)
-        options = config.options(backend_entry(config.backend).group) if config.backend is not None else None
+        options: Any = config.options(backend_entry(config.backend).group) if config.backend is not None else None
         if hasattr(options, "of_arguments"):  # the backend has read a config file of its own
             config = cls(**options.of_arguments(settings))
         object.__setattr__(config, "_of_arguments", config._given)  # type: ignore[attr-defined]

@@ -65,7 +65,7 @@ class ProgressLogger(Callback):
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         if self._config.validates_by_steps:  # the rows are those of validations
-            self._on_event({"kind": "notice", "text": epoch_line({**metrics, "epochs": self._config.epochs})})
+            self._on_event({"kind": "notice", "text": epoch_line({**metrics, "epochs": self._epochs})})
         else:
             self._send_row(metrics)
 
@@ -75,7 +75,7 @@ class ProgressLogger(Callback):
             self._send_row(state.rows[-1])
 
     def _send_row(self, row: Mapping[str, float]) -> None:
-        self._on_event({"kind": "row", "run": self._run, "row": {**row, "epochs": self._config.epochs}})
+        self._on_event({"kind": "row", "run": self._run, "row": {**row, "epochs": self._epochs}})
 
     def _position(self, state: TrainState) -> dict[str, Any]:
         total = self._total_steps(state)
@@ -83,10 +83,16 @@ class ProgressLogger(Callback):
         seconds = time.perf_counter() - self._start
         eta = seconds / done * (total - state.step) if total is not None and done > 0 else None
         return {
-            "step": state.step, "total_steps": total, "epoch": min(state.epoch + 1, self._config.epochs), "epochs": self._config.epochs,
+            "step": state.step, "total_steps": total, "epoch": min(state.epoch + 1, self._config.epochs), "epochs": self._epochs,
             "metrics": self._metrics, "samples_per_second": self._rate,
             "elapsed_s": seconds, "eta_s": eta,
         }  # fmt: skip
+
+    @property
+    def _epochs(self) -> int | None:
+        """The number of epochs, or None if `max_steps` ends training before the last of them begins."""
+        epochs, limit = self._config.epochs, self._config.max_steps
+        return None if limit is not None and epochs > -(-limit // (self._per_epoch or 1)) else epochs
 
     def _total_steps(self, state: TrainState) -> int | None:
         limits = [self._config.max_steps]
