@@ -8,6 +8,7 @@ from typing import Any
 
 from distributed.callbacks import Callback
 from distributed.config.settings import DistributedConfig
+from distributed.config.training_arguments import UNLIMITED
 from distributed.loggers.base import LoggedFit
 from distributed.loggers.wording import epoch_line
 from distributed.state import OnEvent, StepResult, TrainState
@@ -90,9 +91,8 @@ class ProgressLogger(Callback):
 
     @property
     def _epochs(self) -> int | None:
-        """The number of epochs, or None if `max_steps` ends training before the last of them begins."""
-        epochs, limit = self._config.epochs, self._config.max_steps
-        return None if limit is not None and epochs > -(-limit // (self._per_epoch or 1)) else epochs
+        """The number of epochs, or None if only `max_steps` ends training."""
+        return self._config.epochs if self._config.epochs < UNLIMITED else None
 
     def _total_steps(self, state: TrainState) -> int | None:
         limits = [self._config.max_steps]
