@@ -18,7 +18,7 @@ from distributed.config.addresses import check_library
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig, Overrides, joined, merge, read_config_file, split_sweep
 from distributed.config.optimization import check_named
-from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
+from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes
 from distributed.config.registry import backend_entry, pinned_backend
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError
@@ -222,6 +222,8 @@ def make_setup(
     loggers.check(merged)
     job.init_from = merged.config.init_from
     setup = Setup(job, callbacks, layers, plan, worker, received, FitRequest(), users_loggers)
+    if worker is not None or any(merged.is_given(name) for name in ("nproc_per_node", "num_gpus", "gpus_per_node")):
+        plan_batch(merged, setup.backend.data_parallel_size, full_size=setup.full_size)
     setup.check_job()
     return setup
 
