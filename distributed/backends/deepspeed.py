@@ -115,6 +115,18 @@ class DeepSpeedOptions:
         """Yield (location, setting, value) for each of our settings that the DeepSpeed config determines."""
         return config_file.implied(self.deepspeed_config or {})
 
+    def of_arguments(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings of TrainingArguments without those that the optimizer of the DeepSpeed config replaces.
+
+        As in transformers, its entries "auto" get the values of the arguments.
+        """
+        own = self.deepspeed_config
+        if own is None or "optimizer" not in own:
+            return dict(settings)
+        kept = {name: value for name, value in settings.items() if name not in config_file.OF_OPTIMIZER}
+        filled = config_file.with_optimizer_of(own, settings)
+        return {**kept, "deepspeed.deepspeed_config": filled}
+
 
 _PARTITIONED = If(
     "with zero_stage above 0",

@@ -92,7 +92,9 @@ class WeightAveraging(Averaging):
     The statistics of BatchNorm are those of the trained weights, so a notice is shown for a model that has them.
 
     Args:
-        start_epoch: the first epoch whose weights count, from 0. The default is three quarters of `epochs`, rounded down.
+        start_epoch: the first epoch whose weights count, from 0. The default is three quarters of the epochs, rounded down: of
+            `epochs`, or of those that `max_steps` lets end. With `every_n_steps` it is three quarters of `max_steps`, if that ends
+            training.
         every_n_steps: the number of updates between two of the average. None means once at the end of each epoch.
 
     Raises:
@@ -106,11 +108,11 @@ class WeightAveraging(Averaging):
         if every_n_steps is not None:
             _check_every(every_n_steps)
         self.start_epoch, self.every_n_steps = start_epoch, every_n_steps
-        self._start = 0
+        self._start = self._start_step = 0
 
     def on_train_start(self, state: TrainState) -> None:
         epochs = self.context.config.epochs
-        self._start = epochs * 3 // 4 if self.start_epoch is None else self.start_epoch
+        self._start, self._start_step = self._default_start() if self.start_epoch is None else (self.start_epoch, 0)
         if self._start >= epochs:
             raise ConfigError(
                 f"WeightAveraging(start_epoch={self._start}) averages nothing in {epochs} epochs, which are counted from 0:"
@@ -124,8 +126,23 @@ class WeightAveraging(Averaging):
             )
         super().on_train_start(state)
 
+    def _default_start(self) -> tuple[int, int]:
+        """Return the first epoch whose weights count, and the number of updates after which they do."""
+        epochs, limit = self.context.config.epochs, self.context.config.max_steps
+        per_epoch = self.context.updates_per_epoch
+        if limit is None or (per_epoch is not None and limit >= per_epoch * epochs):
+            return epochs * 3 // 4, 0
+        if self.every_n_steps is not None or per_epoch is None:
+            return 0, limit * 3 // 4
+        if limit < per_epoch:
+            raise ConfigError(
+                f"max_steps={limit} ends training before the first epoch of {per_epoch} updates, and WeightAveraging() averages at"
+                " the end of epochs: set every_n_steps, or raise max_steps"
+            )
+        return limit // per_epoch * 3 // 4, 0
+
     def on_step_end(self, state: TrainState, result: StepResult) -> None:
-        if state.epoch < self._start:
+        if state.epoch < self._start or state.step <= self._start_step:
             return
         every = self.every_n_steps
         if state.samples_in_epoch == self.context.num_samples if every is None else state.step % every == 0:

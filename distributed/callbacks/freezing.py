@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.callbacks.base import GRADIENTS, Callback
@@ -19,7 +21,7 @@ class Freeze(Callback):
     BatchNorm, still change. The moments of the optimizer begin when a parameter is no longer frozen.
 
     Args:
-        names: starts of the names of the parameters, such as `"encoder."`.
+        names: starts of the names of the parameters, such as `"encoder."`, or lists of them.
         until_epoch: the number of epochs after which the parameters are trained.
         until_step: the number of updates after which the parameters are trained.
 
@@ -29,12 +31,17 @@ class Freeze(Callback):
 
     needs: ClassVar[tuple[str, ...]] = (GRADIENTS,)
 
-    def __init__(self, *names: str, until_epoch: int | None = None, until_step: int | None = None) -> None:
-        if not names:
+    def __init__(
+        self, *names: str | Sequence[str], until_epoch: int | None = None, until_step: int | None = None
+    ) -> None:
+        if not any(isinstance(each, str) or each for each in names):
             raise ConfigError("Freeze() freezes nothing: give the starts of the names of parameters")
+        if wrong := [each for each in names if not _is_text(each)]:
+            raise ConfigError(f"Freeze({wrong[0]!r:.80}) is no start of a name: give texts, such as Freeze('encoder.')")
         if until_epoch is not None and until_step is not None:
             raise ConfigError(f"until_epoch={until_epoch} and until_step={until_step} both end Freeze: drop one")
-        self.names, self.until_epoch, self.until_step = names, until_epoch, until_step
+        self.names = tuple(itertools.chain.from_iterable([each] if isinstance(each, str) else each for each in names))
+        self.until_epoch, self.until_step = until_epoch, until_step
         self._parameters: list[Any] = []
 
     @property
@@ -64,3 +71,7 @@ class Freeze(Callback):
         if self.is_frozen(state):
             for parameter in self._parameters:
                 parameter.grad = None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and all(isinstance(each, str) for each in value))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks.base import Callback
 from distributed.errors import ConfigError
+from distributed.metrics.direction import is_larger_better
 
 if TYPE_CHECKING:
     from distributed.state import StepResult, TrainState
@@ -96,6 +97,8 @@ class KerasCallback(Callback):
         if not hasattr(context.model, "stop_training"):
             self._marked = context.model
         context.model.stop_training = False
+        if self._is("EarlyStopping"):
+            self._set_mode()
         callback.set_model(context.model)
         callback.set_params(
             {
@@ -145,6 +148,18 @@ class KerasCallback(Callback):
         getattr(self.keras, hook)(*arguments)
         if getattr(context.model, "stop_training", False) and not was_stopped:
             context.stop(f"{type(self.keras).__name__} set stop_training")
+
+    def _set_mode(self) -> None:
+        """Set the mode "auto" to the direction of the monitor. Keras knows it only of metrics of a compiled model."""
+        callback, context = self.keras, self.context
+        is_larger = is_larger_better(callback.monitor) if callback.mode == "auto" else None
+        if is_larger is not None:
+            callback.mode = "max" if is_larger else "min"
+        elif callback.mode == "auto" and not getattr(context.model, "compiled", False):
+            name = type(callback).__name__
+            raise ConfigError(
+                f"{name}(monitor={callback.monitor!r}) does not say whether larger values are better: pass mode='max' or mode='min'"
+            )
 
     def _is(self, *names: str) -> bool:
         return any(kind in names for kind in _kinds(self.keras))

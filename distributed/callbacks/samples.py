@@ -91,6 +91,11 @@ class SampleText(Samples):
             raise ConfigError(
                 f"{', '.join(options)}: arguments of the model's generate() need tokenizer=..., not a function: drop them"
             )
+        if (number := options.get("num_return_sequences", 1)) != 1:
+            raise ConfigError(
+                f"num_return_sequences={number} of SampleText makes {number} texts of a prompt, and one is logged: drop it, or pass"
+                " generate=function(model, prompts), which joins them"
+            )
         self.prompts = list(prompts)
         self._tokenizer, self._function, self._options = tokenizer, generate, options
 
@@ -117,8 +122,8 @@ class SampleText(Samples):
         inputs = move(dict(self._tokenizer(prompt, return_tensors="pt")))
         # The ranks generate the same tokens, unless a kernel rounds differently on one of them. Then they must not part.
         is_cut = self.context.observer.cuts_weights and self.context.worker.world_size > 1
-        (tokens,) = model.generate(**inputs, **{"synced_gpus": is_cut, **self._options})
-        is_prompt_repeated = not getattr(model.config, "is_encoder_decoder", False)
+        tokens, *_ = model.generate(**inputs, **{"synced_gpus": is_cut, **self._options})
+        is_prompt_repeated = not getattr(getattr(model, "config", None), "is_encoder_decoder", False)
         start = inputs["input_ids"].shape[1] if is_prompt_repeated else 0
         return str(self._tokenizer.decode(tokens[start:], skip_special_tokens=True))
 

@@ -180,13 +180,15 @@ class DistributedConfig:
         known = rules(type(self))
         for name, rule in known.items():
             object.__setattr__(self, name, check_setting(name, values.get(name, rule.default), rule))
-        given = set(values)
+        given, of_arguments = set(values), frozenset[str]()
         if source is not None:
             given = {*without_outranked(source.given, canonical(passed)[0]), *canonical(passed)[0]}
+            of_arguments = source.of_arguments & (given - canonical(passed)[0].keys())
             notices = [*source.notices, *notices]
         elif len(values) == len(known):  # a copy: nobody writes all settings by hand
             given = {name for name in values if self._is_changed(name)}
         object.__setattr__(self, "_given", frozenset(given))
+        object.__setattr__(self, "_of_arguments", of_arguments)
         object.__setattr__(self, "_notices", tuple(dict.fromkeys(notices)))
         self._check_ranges()
         if self.node_rank >= self.num_nodes:
@@ -199,7 +201,7 @@ class DistributedConfig:
         """Return the settings that say the same as a `TrainingArguments` object of transformers.
 
         Arguments that change no number of training and have no counterpart are listed in `notices`, which the start of a run
-        shows.
+        shows. In a Trainer the settings have the source "file": they are weaker than its arguments and settings in code.
 
         Args:
             arguments: an object of `transformers.TrainingArguments` or a subclass.
@@ -212,6 +214,10 @@ class DistributedConfig:
 
         settings, notices = settings_of(arguments, num_training_steps)
         config = cls(**settings)
+        options: Any = config.options(backend_entry(config.backend).group) if config.backend is not None else None
+        if hasattr(options, "of_arguments"):  # the backend has read a config file of its own
+            config = cls(**options.of_arguments(settings))
+        object.__setattr__(config, "_of_arguments", config._given)  # type: ignore[attr-defined]
         object.__setattr__(config, "_notices", (*config.notices, *notices))
         return config
 
@@ -275,6 +281,12 @@ class DistributedConfig:
         """Settings that were given explicitly, by name."""
         given: frozenset[str] = self._given  # type: ignore[attr-defined]
         return {name: getattr(self, name) for name in rules(type(self)) if name in given}
+
+    @property
+    def of_arguments(self) -> frozenset[str]:
+        """The names of the settings that TrainingArguments gave."""
+        names: frozenset[str] = self._of_arguments  # type: ignore[attr-defined]
+        return names
 
     @property
     def notices(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from distributed.config.peers import answer_for, with_answer
 from distributed.config.registry import REGISTRY, BackendEntry
 from distributed.errors import ConfigError
 
-_ALL = 1 << 30  # a limit that is never reached
+UNLIMITED = 1 << 30  # a limit that is never reached
 # Arguments with the same meaning under another name. None means: not set.
 _RENAMED: Mapping[str, str] = {
     "per_device_train_batch_size": "batch_size",
@@ -145,7 +145,7 @@ def _renamed(found: _Translation) -> None:
 def _length(found: _Translation) -> None:
     epochs, limit = found.take("num_train_epochs"), found.take("max_steps")
     if limit > 0:  # overrides the number of epochs
-        found.settings |= {"max_steps": limit, "epochs": _ALL}
+        found.settings |= {"max_steps": limit, "epochs": UNLIMITED}
     elif epochs != int(epochs):
         found.refuse("num_train_epochs", "is not a whole number: set max_steps")
     else:
@@ -161,7 +161,8 @@ def _update(found: _Translation) -> None:
     betas = (found.take("adam_beta1"), found.take("adam_beta2"))
     if name not in _OPTIMIZERS:
         found.refuse(
-            "optim", f"has no counterpart: use one of {', '.join(_OPTIMIZERS)}, or pass Trainer(optimizer=...)"
+            "optim",
+            f"has no counterpart: use one of {', '.join(_OPTIMIZERS)}, or drop it and pass Trainer(optimizer=...)",
         )
     else:
         settings["optimizer"] = _OPTIMIZERS[name]
@@ -193,7 +194,7 @@ def _schedule(found: _Translation) -> None:
     if name not in _SCHEDULES:
         found.refuse(
             "lr_scheduler_type",
-            f"has no counterpart: use one of {', '.join(_SCHEDULES)}, or pass Trainer(scheduler=...)",
+            f"has no counterpart: use one of {', '.join(_SCHEDULES)}, or drop it and pass Trainer(scheduler=...)",
         )
         return
     found.settings["scheduler"] = _SCHEDULES[name]
@@ -205,7 +206,8 @@ def _schedule(found: _Translation) -> None:
         found.settings[ours] = given.pop(argument, default)
     if given:
         found.refuse(
-            "lr_scheduler_kwargs", f"has {', '.join(given)}, which has no counterpart: pass Trainer(scheduler=...)"
+            "lr_scheduler_kwargs",
+            f"has {', '.join(given)}, which has no counterpart: drop it and pass Trainer(scheduler=...)",
         )
 
 
@@ -241,7 +243,7 @@ def _checkpoints(found: _Translation) -> None:
     found.settings["checkpoint_frequency"] = 1 if strategy == "epoch" else None
     if strategy == "steps":
         found.settings["checkpoint_every_n_steps"] = every
-    found.settings["keep_latest_k"] = found.take("save_total_limit") or _ALL
+    found.settings["keep_latest_k"] = found.take("save_total_limit") or UNLIMITED
     directory = found.take("output_dir")
     if directory not in (None, "", "trainer_output"):
         found.settings["checkpoint_dir"] = str(directory)

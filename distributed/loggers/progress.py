@@ -8,6 +8,7 @@ from typing import Any
 
 from distributed.callbacks import Callback
 from distributed.config.settings import DistributedConfig
+from distributed.config.training_arguments import UNLIMITED
 from distributed.loggers.base import LoggedFit
 from distributed.loggers.wording import epoch_line
 from distributed.state import OnEvent, StepResult, TrainState
@@ -65,7 +66,7 @@ class ProgressLogger(Callback):
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
         if self._config.validates_by_steps:  # the rows are those of validations
-            self._on_event({"kind": "notice", "text": epoch_line({**metrics, "epochs": self._config.epochs})})
+            self._on_event({"kind": "notice", "text": epoch_line({**metrics, "epochs": self._epochs})})
         else:
             self._send_row(metrics)
 
@@ -75,7 +76,7 @@ class ProgressLogger(Callback):
             self._send_row(state.rows[-1])
 
     def _send_row(self, row: Mapping[str, float]) -> None:
-        self._on_event({"kind": "row", "run": self._run, "row": {**row, "epochs": self._config.epochs}})
+        self._on_event({"kind": "row", "run": self._run, "row": {**row, "epochs": self._epochs}})
 
     def _position(self, state: TrainState) -> dict[str, Any]:
         total = self._total_steps(state)
@@ -83,10 +84,15 @@ class ProgressLogger(Callback):
         seconds = time.perf_counter() - self._start
         eta = seconds / done * (total - state.step) if total is not None and done > 0 else None
         return {
-            "step": state.step, "total_steps": total, "epoch": min(state.epoch + 1, self._config.epochs), "epochs": self._config.epochs,
+            "step": state.step, "total_steps": total, "epoch": min(state.epoch + 1, self._config.epochs), "epochs": self._epochs,
             "metrics": self._metrics, "samples_per_second": self._rate,
             "elapsed_s": seconds, "eta_s": eta,
         }  # fmt: skip
+
+    @property
+    def _epochs(self) -> int | None:
+        """The number of epochs, or None if only `max_steps` ends training."""
+        return self._config.epochs if self._config.epochs < UNLIMITED else None
 
     def _total_steps(self, state: TrainState) -> int | None:
         limits = [self._config.max_steps]

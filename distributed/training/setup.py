@@ -18,7 +18,7 @@ from distributed.config.addresses import check_library
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig, Overrides, joined, merge, read_config_file, split_sweep
 from distributed.config.optimization import check_named
-from distributed.config.plan import ProcessPlan, choose_backend, plan_processes
+from distributed.config.plan import ProcessPlan, choose_backend, plan_batch, plan_processes
 from distributed.config.registry import backend_entry, pinned_backend
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError
@@ -205,7 +205,7 @@ def make_setup(
     """
     worker = worker_environment()  # None in a process that no launcher started
     received = handover()
-    layers = read_layers(owner, pinned, config, settings, outside_settings(received))
+    layers = read_layers(owner, pinned, config, settings, outside_settings(received), job)
     merged = layers.merged
     plan = _plan(merged, worker)
     _check_backend(merged, plan, layers.overrides.in_call)
@@ -218,6 +218,8 @@ def make_setup(
     loggers.check(merged)
     job.init_from = merged.config.init_from
     setup = Setup(job, callbacks, layers, plan, worker, received, FitRequest(), users_loggers)
+    if worker is not None or any(merged.is_given(name) for name in ("nproc_per_node", "num_gpus", "gpus_per_node")):
+        plan_batch(merged, setup.backend.data_parallel_size, full_size=setup.full_size)
     setup.check_job()
     return setup
 
@@ -228,12 +230,13 @@ def read_layers(
     config: DistributedConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
     settings: Mapping[str, Any],
     outside: Overrides,
+    job: Job | None = None,
 ) -> SettingLayers:
     """Return the settings from all sources: the arguments of `make_setup`, and `outside`. Raises ConfigError if a name is wrong."""
     pinned, code, sweep, hyperparameters, notices = _settings(pinned, config, settings)
     if (trial := current()) is not None:
         sweep = joined(trial.settings, sweep)
-    return SettingLayers(owner, pinned, code, sweep, hyperparameters, _overrides(config, outside), tuple(notices))
+    return SettingLayers(owner, pinned, code, sweep, hyperparameters, _overrides(config, outside, job), tuple(notices))
 
 
 def _settings(
@@ -245,7 +248,8 @@ def _settings(
     others: dict[str, Any] = {}
     notices: list[str] = []
     if isinstance(config, DistributedConfig):
-        code, notices = dict(config.given), list(config.notices)
+        code = {name: value for name, value in config.given.items() if name not in config.of_arguments}
+        notices = list(config.notices)
     elif isinstance(config, Mapping):
         sweep, others, notices = split_sweep(config)
     elif not isinstance(config, (str, os.PathLike, type(None))):
@@ -273,13 +277,33 @@ def _own_options(pinned: str | None) -> list[str]:
     return [] if pinned is None else list(backend_class(pinned).Options.__dataclass_fields__)
 
 
-def _overrides(config: Any, outside: Overrides) -> Overrides:
-    """Return the settings from flags and files. Those from outside of the script override the file that the script names."""
+def _overrides(config: Any, outside: Overrides, job: Job | None) -> Overrides:
+    """Return the settings from flags and files. Those from outside of the script override the file that the script names.
+
+    The settings of TrainingArguments are those of such a file.
+    """
+    if isinstance(config, DistributedConfig) and config.of_arguments:
+        arguments = {name: value for name, value in config.given.items() if name in config.of_arguments}
+        notices = [] if job is None else _drop_replaced(arguments, job)
+        file = joined(arguments, outside.file)
+        return dataclasses.replace(outside, file=file, notices=(*outside.notices, *notices))
     if not isinstance(config, (str, os.PathLike)):
         return outside
     read = read_config_file(config)
     file = joined(joined(read.file, read.flag), outside.file)
     return dataclasses.replace(outside, file=file, notices=(*outside.notices, *read.notices))
+
+
+def _drop_replaced(arguments: dict[str, Any], job: Job) -> list[str]:
+    """Remove what an optimizer or a schedule of the script brings itself, as transformers does, and return notices about it."""
+    notices = []
+    for what, given, name in (
+        ("an optimizer", job.optimizer, "learning_rate"),
+        ("a schedule", job.scheduler, "warmup_steps"),
+    ):
+        if given is not None and not job.names and arguments.pop(name, None) is not None:
+            notices.append(f"{name} of TrainingArguments has no effect: the script passes {what}")
+    return notices
 
 
 def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:

@@ -44,6 +44,7 @@ def test_arrays_are_the_same_data_as_a_tensor_dataset(tmp_path: Any, monkeypatch
     assert trained(linear, x=X, y=Y, validation_data=data, batch_size=8, verbose=0) == expected
     assert trained(linear, x=data, validation_data=(X, Y), shuffle=True) == expected
     assert trained(linear, x=X, y=Y, validation_data=(X, Y), shuffle=False) != expected
+    assert trained(linear, x=X, y=Y.int(), validation_data=(X, Y.to(torch.int16))) == expected
     in_float64 = trained(linear, TensorDataset(X, Y), dtype="float64")
     assert trained(linear, x=X, y=Y, dtype="float64") == in_float64
 
@@ -69,6 +70,59 @@ def test_losses_and_metrics_of_torch_by_name(tmp_path: Any, monkeypatch: Any) ->
             linear, x=X, y=y, loss_fn=function, metrics={"l1": functional.l1_loss, name: function}
         )
         assert rows[-1][name] == pytest.approx(rows[-1]["loss"], rel=1e-5)
+
+
+class Named(torch.nn.Module):
+    """Outputs in a dict, as many models of transformers have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 3)
+
+    def forward(self, x: Any, labels: Any = None) -> Any:
+        scores = self.linear(x)
+        return {"loss": torch.nn.functional.cross_entropy(scores, labels), "logits": scores}
+
+
+def test_the_accuracy_by_name_counts_what_the_loss_predicts(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    single = {"batch_size": 8, "epochs": 1, "verbose": False, "checkpoint_frequency": None, "metrics": ["accuracy"]}
+    flat = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0))
+    likely = torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Sigmoid())
+    is_one, both = (X[:, 0] > 0).float(), (X[:, :2] > 0).float()
+    for model, y, loss_fn, threshold in (
+        (torch.nn.Linear(4, 1), is_one[:, None], "bce_with_logits", 0.0),
+        (flat, is_one, torch.nn.BCEWithLogitsLoss(), 0.0),
+        (torch.nn.Linear(4, 2), both, "bce_with_logits", 0.0),
+        (likely, is_one[:, None], torch.nn.BCELoss(), 0.5),
+    ):
+        history = Trainer(model, loss_fn=loss_fn, **single).fit(x=X, y=y, validation_data=(X, y))
+        expected = ((model(X) > threshold) == y).float().mean().item()
+        assert history.rows[-1]["val_accuracy"] == pytest.approx(expected) and 0 < expected < 1
+        assert 0 <= history.rows[-1]["accuracy"] <= 1
+    model = Named()
+    named = {**single, "metrics": ["accuracy", "cross_entropy"]}
+    row = Trainer(model, **named).fit(x={"x": X}, y=Y, validation_data=({"x": X}, Y)).rows[-1]
+    assert row["val_accuracy"] == pytest.approx((model.linear(X).argmax(1) == Y).float().mean().item())
+    assert row["val_cross_entropy"] == pytest.approx(row["val_loss"])
+
+
+@pytest.mark.parametrize(
+    ("model", "y", "said"),
+    [
+        (torch.nn.Linear(4, 1), X[:, :1], r"outputs \[8, 1\] with float32 targets \[8, 1\], and it needs scores"),
+        (torch.nn.Linear(4, 3), Y[:, None], r"outputs \[8, 3\] with int64 targets \[8, 1\], and it needs scores"),
+        (torch.nn.LSTM(4, 3), Y, "metrics='accuracy' got outputs of type tuple: let the outputs be a tensor"),
+    ],
+)
+def test_an_accuracy_that_cannot_be_is_refused(tmp_path: Any, monkeypatch: Any, model: Any, y: Any, said: str) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def loss_fn(outputs: Any, targets: Any) -> Any:
+        return (outputs[0] if isinstance(outputs, tuple) else outputs).mean()
+
+    with pytest.raises(ConfigError, match=said):
+        Trainer(model, loss_fn=loss_fn, metrics=["accuracy"], batch_size=8, verbose=False).fit(x=X, y=y)
 
 
 def test_the_classes_weigh_as_in_keras() -> None:

@@ -93,12 +93,47 @@ class Counter:
             r"metrics\['c'\] is a Counter, which is updated in training",
         ),
         ({"predict_with_generate": True, "generation_config": {"max_words": 3}}, "generation_config has no max_words"),
+        (
+            {"predict_with_generate": True, "generation_config": {"num_return_sequences": 2, "do_sample": True}},
+            "num_return_sequences=2 of the generation_config makes 2 texts of a sample",
+        ),
         ({"predict_with_generate": True, "generation_config": 3}, "generation_config is a int: pass a dict"),
     ],
 )
 def test_what_cannot_generate_is_refused(arguments: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Trainer(gpt(), device="cpu", batch_size=4, **arguments).fit(ROWS, ROWS)
+
+
+class Writer(torch.nn.Module):
+    """A model that is not of transformers and has no config."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = torch.nn.Embedding(11, 11)
+
+    def forward(self, input_ids: Any, attention_mask: Any, labels: Any) -> Any:
+        scores = self.scores(input_ids)
+        return {"loss": torch.nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
+
+    def generate(self, input_ids: Any, generation_config: Any, **others: Any) -> Any:
+        more = torch.full((len(input_ids), generation_config.max_new_tokens), 5)
+        return torch.cat([input_ids, more], dim=1)
+
+
+class Narrow(Writer):
+    def generate(self, input_ids: Any) -> Any:  # type: ignore[override]
+        return input_ids
+
+
+def test_a_model_with_a_generate_of_its_own_needs_no_config() -> None:
+    settings = {"predict_with_generate": True, "generation_config": {"max_new_tokens": 2}, "batch_size": 4}
+    seen: list[Any] = []
+    metrics = {"kept": lambda ids, labels: float(seen.append(ids.tolist()) or 0)}
+    Trainer(Writer(), device="cpu", verbose=False, metrics=metrics, **settings).fit(ROWS, ROWS)
+    assert seen == [[[5, 5]] * 10]
+    with pytest.raises(ConfigError, match=r"generate\(\) of a Narrow does not take generation_config and synced_gpus"):
+        Trainer(Narrow(), device="cpu", **settings).fit(ROWS, ROWS)
 
 
 def test_a_model_without_generate_is_refused() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
+import distributed
 from distributed import Callback, Trainer, export
 from distributed.backends._torch.collating import Reading
 from distributed.errors import ConfigError
@@ -128,9 +129,8 @@ def test_columns_that_the_model_does_not_take_are_dropped_and_said_once(capsys: 
         seen.append(list(batch))
         return model(batch["input_ids"], labels=batch["labels"])["loss"]
 
-    with pytest.raises(KeyError, match="labels"):  # a training_step gets the columns as they are
-        Trainer(Bag(), tokenizer=tokenizer, training_step=step, batch_size=4, device="cpu").fit(data)
-    assert seen == [["text", "label", "input_ids", "attention_mask"]]
+    Trainer(Bag(), tokenizer=tokenizer, training_step=step, batch_size=4, device="cpu").fit(data)
+    assert seen == [["text", "labels", "input_ids", "attention_mask"]] * 2
 
 
 def test_a_collate_function_makes_the_batches_of_a_data_set_and_of_a_plain_loader() -> None:
@@ -145,6 +145,37 @@ def test_a_collate_function_makes_the_batches_of_a_data_set_and_of_a_plain_loade
             assert [batch["input_ids"].shape for batch in made] in ([(4, 3), (4, 2)], [(4, 1), (4, 1)])
     (pair,) = batches(TensorDataset(torch.arange(4.0)), collate_fn=lambda samples: len(samples))
     assert pair == 4
+
+
+def test_targets_are_called_labels_unless_a_collate_function_reads_them() -> None:
+    tokenizer, narrow = tokenizer_of(), datasets.Dataset.from_dict({"input_ids": [[2, 3]] * 4, "label": [0, 1, 0, 1]})
+    both = narrow.map(lambda row: {"labels": 1 - row["label"]})
+    for data, arguments in (
+        (narrow, {}),
+        (narrow, {"processing_class": tokenizer, "removes": False}),
+        (narrow, {"processing_class": tokenizer, "loss_fn": torch.nn.functional.cross_entropy}),
+        (both, {}),
+        (both, {"processing_class": tokenizer}),
+    ):
+        (batch,) = batches(data, **arguments)
+        assert "label" not in batch and batch["labels"].tolist() == ([0, 1, 0, 1] if data is narrow else [1, 0, 1, 0])
+    (batch,) = batches(both, processing_class=tokenizer, removes=False)
+    assert {"label", "labels"} < batch.keys()
+    (batch,) = batches(narrow, collate_fn=lambda rows: {"labels": torch.tensor([row["label"] for row in rows])})
+    assert batch["labels"].tolist() == [0, 1, 0, 1]
+
+
+def test_a_loop_of_the_script_gets_all_columns_by_their_own_names() -> None:
+    columns = {"x": [[0.0, 1.0]] * 4, "label": [0, 1, 0, 1], "weight": [1.0] * 4}
+    data, seen, linear = datasets.Dataset.from_dict(columns), [], torch.nn.Linear(2, 2)
+    with distributed.Session(epochs=1, batch_size=2, device="cpu", verbose=False) as s:
+        model, _, loader = s.prepare(linear, None, data)
+        for _ in s.epochs():
+            for batch in loader:
+                seen.append(set(batch))
+                s.backward(torch.nn.functional.cross_entropy(model(batch["x"]), batch["label"]))
+                s.update()
+    assert seen == [set(columns)] * 2
 
 
 def test_batches_are_the_same_samples_at_any_number_of_processes() -> None:

@@ -82,6 +82,15 @@ found["changes nothing"] = [rows == plain_rows, weights == plain_weights]
 without = as_callbacks([callbacks.EarlyStopping(), callbacks.CSVLogger("log.csv")])
 found["no hook in a step"] = [type(each).on_step_end is Callback.on_step_end for each in without]
 
+# The direction of a metric that Keras does not know, because the model is not compiled
+stopping = callbacks.EarlyStopping("val_accuracy", patience=1, min_delta=2.0)
+_, _, history = trained([stopping], 9)
+found["direction"] = [stopping.mode, len(history.rows), history.stop_reason]
+try:
+    trained([callbacks.EarlyStopping("val_things")])
+except ConfigError as error:
+    found["direction"].append(str(error))
+
 # Exact resume: state of EarlyStopping and rows of CSVLogger
 def used(name):
     return [callbacks.EarlyStopping("val_loss", patience=2, min_delta=0.05), callbacks.CSVLogger(name), Counting()]
@@ -187,6 +196,14 @@ def test_hooks_get_the_means_of_the_epoch_and_change_no_number(found: Any) -> No
     assert rows[0]["own"] == 3.0 and rows[1]["own"] == 8.0  # the means of 1 to 5 and of 6 to 10
     assert found["changes nothing"] == [True, True]
     assert found["no hook in a step"] == [True, True]
+
+
+def test_early_stopping_knows_the_direction_of_metrics_of_the_trainer(found: Any) -> None:
+    mode, epochs, reason, refused = found["direction"]
+    assert (mode, epochs, reason) == ("max", 2, "EarlyStopping set stop_training")
+    assert refused == (
+        "EarlyStopping(monitor='val_things') does not say whether larger values are better: pass mode='max' or mode='min'"
+    )
 
 
 def test_a_resumed_run_stops_and_logs_as_if_it_had_not_been_interrupted(found: Any) -> None:

@@ -189,6 +189,10 @@ def started(callback: Callback, **settings: Any) -> None:
     ("make", "message"),
     [
         (lambda: SampleText("once", generate=print), r"SampleText\(prompts='once'\) needs a list of texts"),
+        (
+            lambda: SampleText(["a"], tokenizer=print, num_return_sequences=2),
+            "num_return_sequences=2 of SampleText makes 2 texts of a prompt, and one is logged: drop it",
+        ),
         (lambda: SampleText(["once"]), "SampleText needs a tokenizer, .* or generate=function"),
         (lambda: SampleText(["once"], generate=print, max_new_tokens=3), "max_new_tokens: arguments of the model's generate"),
         (lambda: SampleImages(), "SampleImages needs a function"),

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import distributed
-from distributed.errors import ConfigError, TrainingInterrupted
+from distributed.backends._torch.non_finite_loss import shown_in_gradients
+from distributed.errors import ConfigError, TrainingError, TrainingInterrupted
 from distributed.training.files import _Taken
 
 INPUTS = torch.randn(22, 4, generator=torch.Generator().manual_seed(0))
@@ -335,6 +336,40 @@ def signalled(place, seen):
             seen.append("evaluated")
         seen.append("ended")
     return s.run_dir
+
+
+def counted_loss(model, batch):
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, reduction="sum"), (targets >= 0).sum()
+
+
+def test_a_loss_that_is_nan_without_a_gradient_ends_the_run():
+    """Cross-entropy without a label that counts is 0 / 0, and its gradient is zero. Its sum is 0, which counts nothing."""
+    ignored = DATA.tensors[1].clone()
+    ignored[4:8] = -100
+    data, settings = TensorDataset(INPUTS, ignored), {"shuffle": False, "gradient_accumulation_steps": 2}
+    said = r"step 1: the loss is nan on rank 0 \(samples at positions 0 to 7"
+    with pytest.raises(TrainingError, match=said):
+        own(data=data, **settings)
+    with pytest.raises(TrainingError, match=said):
+        distributed.Trainer(make(), training_step=mean_loss, **{**SETTINGS, **settings}).fit(data)
+    model, _ = own(counted_loss, data=data, **settings)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_a_loss_that_is_not_finite_shows_in_the_gradients_without_a_read():
+    model = make()
+    inputs, none = INPUTS[:4], torch.full((4,), -100)
+    for number, spoiled in ((1, 1), (None, 6)):
+        for targets, expected in ((none, spoiled), (DATA.tensors[1][:4], 0)):
+            model.zero_grad()
+            loss = F.cross_entropy(model(inputs), targets)
+            with shown_in_gradients(loss, 1.0 + 0.0 * loss.detach(), number):
+                loss.backward()
+            assert sum(bool(each.grad.isnan().any()) for each in model.parameters()) == expected
+            model.zero_grad()  # the hooks are gone
+            F.cross_entropy(model(inputs), none).backward()
+            assert all(each.grad.isfinite().all() for each in model.parameters())
 
 
 @pytest.mark.parametrize(("place", "step", "done"), [("training", 2, []), ("evaluation", 6, ["trained"])])

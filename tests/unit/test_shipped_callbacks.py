@@ -111,14 +111,28 @@ def test_the_exponential_average_is_that_of_its_formula_and_training_is_as_witho
 
 
 @pytest.mark.parametrize(
-    ("arguments", "counted"),
-    [({}, [11]), ({"start_epoch": 1}, [7, 11]), ({"start_epoch": 2, "every_n_steps": 2}, [9, 11])],
+    ("arguments", "counted", "settings"),
+    [
+        ({}, [11], {}),
+        ({"start_epoch": 1}, [7, 11], {}),
+        ({"start_epoch": 2, "every_n_steps": 2}, [9, 11], {}),
+        ({}, [11], {"max_steps": 12, "epochs": 1 << 30}),
+        ({}, [7], {"max_steps": 10}),
+        ({"every_n_steps": 1}, [7, 8, 9], {"max_steps": 10}),
+    ],
 )
-def test_weight_averaging_counts_its_updates_alike(arguments: dict[str, Any], counted: list[int]) -> None:
+def test_weight_averaging_counts_its_updates_alike(
+    arguments: dict[str, Any], counted: list[int], settings: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     alone = Weighed()
-    trained(alone)
+    trained(alone, **settings)
     mean = [torch.stack([alone.seen[i][k] for i in counted]).mean(0) for k in range(len(alone.seen[0]))]
-    assert same(weights(trained(WeightAveraging(**arguments)).model), mean, 1e-12)
+    capsys.readouterr()
+    averaged = trained(WeightAveraging(**arguments), **settings, **({"verbose": True} if settings else {}))
+    assert same(weights(averaged.model), mean, 1e-12)
+    if settings:
+        shown = capsys.readouterr().out
+        assert ("epoch 1  accuracy" in shown) is (settings.get("epochs") == 1 << 30) and str(1 << 30) not in shown
 
 
 def test_validation_the_best_checkpoint_and_what_is_read_after_training_are_of_the_average() -> None:
@@ -209,6 +223,10 @@ class Endless(IterableDataset[Any]):
         (lambda: ExponentialMovingAverage(1.0), r"decay=1.0 must be between 0 and 1"),
         (lambda: ExponentialMovingAverage(every_n_steps=0), "every_n_steps=0 must be 1 or more"),
         (lambda: WeightAveraging(-1), "start_epoch=-1 must be 0 or more"),
+        (
+            lambda: trained(WeightAveraging(), max_steps=3),
+            "max_steps=3 ends training before the first epoch of 4 updates",
+        ),
         (lambda: trained(WeightAveraging(3)), r"WeightAveraging\(start_epoch=3\) averages nothing in 3 epochs"),
         (
             lambda: Trainer(net, callbacks=[WeightAveraging()], optimizer=sgd, **BASE, max_steps=9).fit(Endless()),
@@ -219,6 +237,9 @@ class Endless(IterableDataset[Any]):
             "ExponentialMovingAverage and WeightAveraging both average the weights, of which there is one average: drop one",
         ),
         (lambda: Freeze(), r"Freeze\(\) freezes nothing: give the starts of the names"),
+        (lambda: Freeze([]), r"Freeze\(\) freezes nothing: give the starts of the names"),
+        (lambda: Freeze("0.", 3), r"Freeze\(3\) is no start of a name: give texts, such as Freeze\('encoder.'\)"),
+        (lambda: trained(Freeze(["4."])), r"Freeze\('4.'\): no parameter's name starts so"),
         (lambda: Freeze("0.", until_epoch=1, until_step=2), "until_epoch=1 and until_step=2 both end Freeze: drop one"),
         (lambda: trained(Freeze("4.")), r"Freeze\('4.'\): no parameter's name starts so"),
         (lambda: trained(Freeze("")), "Freeze leaves no parameter to train: name fewer"),

@@ -64,3 +64,12 @@ def test_an_argument_of_the_wrong_form_is_answered_with_the_right_one(arguments:
 def test_a_misspelt_option_of_a_pinned_backend_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"wrap_class is not a setting \(did you mean 'wrap_classes'\?\)"):
         FSDPTrainer(lambda: None, wrap_class="Linear")
+
+
+def test_batch_sizes_that_contradict_each_other_are_refused_before_fit_if_the_processes_are_known() -> None:
+    sizes = {"batch_size": 8, "gradient_accumulation_steps": 2, "global_batch_size": 64, "device": "cpu"}
+    said = "global_batch_size=64 is not batch_size=8 x gradient_accumulation_steps=2 x data_parallel_size=2 = 32"
+    with pytest.raises(ConfigError, match=said):
+        Trainer(print, nproc_per_node=2, **sizes)
+    Trainer(print, nproc_per_node=4, **sizes)
+    Trainer(print, **sizes)  # the launcher may be asked for four processes

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from distributed import DistributedConfig, Trainer
+from distributed.backends.deepspeed import _with_own_optimizer
 from distributed.config.optimization import RateCurve
 from distributed.errors import ConfigError
+from tests.conftest import needs_backend
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -126,6 +128,44 @@ def test_what_cannot_be_honoured_is_refused_all_at_once() -> None:
     assert config.backend == "deepspeed" and config.deepspeed["deepspeed_config"] == given.deepspeed
     with pytest.raises(ConfigError, match="a dict is not TrainingArguments"):
         DistributedConfig.from_training_arguments({})
+
+
+def test_an_optimizer_and_a_schedule_of_the_script_replace_those_of_the_arguments(capsys: Any) -> None:
+    config = DistributedConfig.from_training_arguments(arguments(warmup_steps=2))
+    data = torch.utils.data.TensorDataset(torch.ones(16, 1), torch.ones(16, 1))
+    model = torch.nn.Linear(1, 1)
+    sgd, rates = torch.optim.SGD(model.parameters(), lr=0.5), []
+
+    def halving(optimizer: Any) -> Any:
+        rates.append(optimizer)
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    trainer = Trainer(model, config, optimizer=sgd, scheduler=halving, backend="single", max_steps=2, verbose=True)
+    trainer.fit(torch.utils.data.DataLoader(data, batch_size=4))
+    assert rates == [sgd] and sgd.param_groups[0]["lr"] == 0.125
+    told = capsys.readouterr().out
+    assert "learning_rate of TrainingArguments has no effect: the script passes an optimizer" in told
+    assert "warmup_steps of TrainingArguments has no effect: the script passes a schedule" in told
+    for given in ({"optimizer": "sgd"}, {"scheduler": "constant"}, {"optimizer": "sgd", "momentum": 0.9}):
+        merged = Trainer(model, config, **given).setup.merged
+        assert {name: getattr(merged.config, name) for name in given} == given and merged.config.learning_rate == 5e-5
+        assert merged.source("learning_rate") == "file" and merged.source(next(iter(given))) == "code"
+    changed = dataclasses.replace(config, optimizer="sgd")
+    assert Trainer(model, changed).setup.merged.source("optimizer") == "code"
+
+
+def test_an_optimizer_in_the_deepspeed_config_replaces_that_of_the_arguments() -> None:
+    needs_backend("deepspeed")
+    given = arguments(weight_decay=0.25)
+    params = {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}
+    given.deepspeed = {"optimizer": {"type": "AdamW", "params": params}, "zero_optimization": {"stage": 2}}
+    config = DistributedConfig.from_training_arguments(given)
+    own = config.deepspeed["deepspeed_config"]
+    assert own["optimizer"]["params"] == {**params, "betas": [0.9, 0.999], "weight_decay": 0.25}
+    assert own["zero_optimization"] == given.deepspeed["zero_optimization"]
+    assert not {"optimizer", "betas", "weight_decay"} & config.given.keys() and config.learning_rate == 5e-5
+    job = _with_own_optimizer(Trainer(torch.nn.Linear(1, 1), config).setup.job, own, config)
+    assert job.optimizer.keywords["weight_decay"] == 0.25 and job.optimizer.keywords["lr"] == 5e-5
 
 
 def test_every_argument_is_translated_listed_or_refused() -> None:

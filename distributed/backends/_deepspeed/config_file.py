@@ -49,6 +49,7 @@ _KNOWN: Mapping[str, set[str] | None] = {
     "prescale_gradients": None,
     "wall_clock_breakdown": None,
 }
+OF_OPTIMIZER = ("optimizer", "betas", "weight_decay")  # our settings that a section `optimizer` replaces
 _ADAM = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam"}
 
 
@@ -165,6 +166,17 @@ def merged(own: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
         before = out.get(name)
         out[name] = merged(before, value) if isinstance(before, Mapping) and isinstance(value, Mapping) else value
     return {name: merged(value, {}) if isinstance(value, Mapping) else value for name, value in out.items()}
+
+
+def with_optimizer_of(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with a section `optimizer` in which our settings replace the entries "auto" that name one of them."""
+    section = config["optimizer"]
+    ours = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
+    params = {
+        name: ours.get(name, AUTO) if value == AUTO and name in OF_OPTIMIZER else value
+        for name, value in section.get("params", {}).items()
+    }
+    return {**config, "optimizer": {**section, "params": params}}
 
 
 def adam(config: Mapping[str, Any], learning_rate: float) -> tuple[str, dict[str, Any]] | None:

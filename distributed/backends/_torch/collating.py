@@ -32,6 +32,7 @@ class Columns:
     is_fixed: bool  # whether all columns are kept for good: for a `training_step`, several models, or by the setting
     has_loss_fn: bool
     names: frozenset[str] | None = None
+    arguments: frozenset[str] = frozenset()  # that the model's `forward` names
     seen: list[str] = dataclasses.field(default_factory=list)  # the columns of the data sets of this trainer
 
     def see(self, dataset: Any) -> None:
@@ -45,7 +46,7 @@ class Columns:
         names = _argument_names(model)
         if not names:
             return
-        self.names = frozenset({*names, *_LABELS, *TARGET_NAMES})
+        self.arguments, self.names = frozenset(names), frozenset({*names, *_LABELS, *TARGET_NAMES})
         if dropped := [name for name in self.seen if name not in self.names]:
             kind = type(model).__name__
             notice(
@@ -53,16 +54,21 @@ class Columns:
                 " (data.remove_unused_columns=false keeps them)"
             )
 
-    def kept(self, row: _Row) -> dict[str, Any]:
-        """Return the entries of `row` that reach the model, by the names that it knows."""
-        row = {name: value for name, value in row.items() if self.names is None or name in self.names}
-        if self.names is None or self.has_loss_fn:
+    def kept(self, row: _Row) -> _Row:
+        """Return the entries of `row` that reach the model or the collate function, by their own names."""
+        return {name: value for name, value in row.items() if self.names is None or name in self.names}
+
+    def renamed(self, row: _Row, *, is_tokenized: bool) -> _Row:
+        """Return `row` with its targets under the name `labels`, which models of transformers and their collators use."""
+        others = {name for name in _LABELS if name in row and name not in self.arguments}
+        if "labels" in row:  # a model that does not name `label` would refuse it
+            return row if self.names is None else {name: value for name, value in row.items() if name not in others}
+        if not is_tokenized and (self.names is None or self.has_loss_fn):
             return row
-        return {_renamed(name, row): value for name, value in row.items()}
+        return {"labels" if name in others else name: value for name, value in row.items()}
 
 
-def _renamed(name: str, row: _Row) -> str:
-    return "labels" if name in _LABELS and "labels" not in row else name
+_ALL = Columns(is_fixed=True, has_loss_fn=False)  # of rows that are not of a Hugging Face data set
 
 
 def _argument_names(model: Any) -> list[str]:
@@ -83,7 +89,7 @@ class Reading:
     @classmethod
     def of(cls, job: Job, *, removes_columns: bool) -> Reading:
         """Return how the data of `job` is read."""
-        is_fixed = bool(job.names) or job.training_step is not None or not removes_columns
+        is_fixed = bool(job.names) or job.is_own_loop or job.training_step is not None or not removes_columns
         return cls(job.collate_fn, job.processing_class, Columns(is_fixed, job.loss_fn is not None))
 
     def collate_of(self, dataset: Any, loader: DataLoader[Any] | None, name: str) -> Callable[[Any], Any]:
@@ -134,7 +140,7 @@ def can_pad(processing: Any) -> bool:
 
 
 class KeptColumns:
-    """Call a collate function with rows that have only the columns that reach the model."""
+    """Call a collate function with rows that have only the columns that reach the model, under their own names."""
 
     def __init__(self, columns: Columns, collate_fn: Callable[[Any], Any]) -> None:
         self._columns, self._collate_fn = columns, collate_fn
@@ -157,8 +163,8 @@ class RowCollator:
         inputs = self._names_of_inputs(rows[0])
         if self._columns is None and not inputs:
             return default_collate(list(rows))
-        if self._columns is None:
-            rows = [{_renamed(name, row): value for name, value in row.items()} for row in rows]
+        columns = self._columns or _ALL
+        rows = [columns.renamed(row, is_tokenized=bool(inputs)) for row in rows]
         padded = self._padded(rows, inputs)
         return {name: padded[name] if name in padded else self._joined(name, rows) for name in rows[0]} | padded
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -43,8 +44,14 @@ class Generation:
                 f"predict_with_generate=True needs a model with generate(), which {kind} has not: use one of transformers, such as"
                 " AutoModelForSeq2SeqLM, or drop predict_with_generate"
             )
+        _check_signature(self._model)
         self._config = _merged(getattr(self._model, "generation_config", None), job.generation_config)
-        config = self._model.config
+        if (number := self._config.num_return_sequences or 1) != 1:
+            raise ConfigError(
+                f"num_return_sequences={number} of the generation_config makes {number} texts of a sample, and metrics compare one"
+                " with its labels: set generation_config={'num_return_sequences': 1}"
+            )
+        config = getattr(self._model, "config", None)
         self._is_encoder_decoder = bool(getattr(config, "is_encoder_decoder", False))
         self._pad = _first_id(
             self._config.pad_token_id, getattr(config, "pad_token_id", None), self._config.eos_token_id
@@ -68,6 +75,11 @@ class Generation:
 
     def _generated(self, inputs: Mapping[str, Any]) -> torch.Tensor:
         backend, context = self._backend, self._backend.context
+        if not self._is_encoder_decoder and "input_ids" not in inputs:
+            raise ConfigError(
+                f"predict_with_generate=True got a batch with {', '.join(inputs)} and without input_ids, after which ids are cut:"
+                " rename the entry with the prompts to input_ids"
+            )
         is_cut = backend.observer.cuts_weights and context.world_size > 1
         if callable(gather := getattr(self._model, "unshard", None)):
             gather()  # generate() calls the encoder by itself, which fully_shard's root does not gather
@@ -76,6 +88,18 @@ class Generation:
             backend.generators.seed(seed)
             ids: torch.Tensor = self._model.generate(**inputs, generation_config=self._config, synced_gpus=is_cut)
         return ids if self._is_encoder_decoder else ids[:, inputs["input_ids"].shape[1] :]
+
+
+def _check_signature(model: Any) -> None:
+    """Raise ConfigError if a `generate` of the user does not take what it is called with."""
+    parameters = inspect.signature(model.generate).parameters
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    missing = [name for name in ("generation_config", "synced_gpus") if name not in parameters and not takes_any]
+    if missing:
+        raise ConfigError(
+            f"generate() of a {type(model).__name__} does not take {' and '.join(missing)}, with which predict_with_generate=True"
+            " calls it: add them, as in transformers"
+        )
 
 
 def _merged(own: Any, given: Any) -> Any:

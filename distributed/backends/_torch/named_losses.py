@@ -18,7 +18,7 @@ LOSSES = {
     "l1": "l1_loss",
     "bce_with_logits": "binary_cross_entropy_with_logits",
 }
-_ACCURACY = "accuracy"  # of class scores `[batch, classes]`
+_ACCURACY = "accuracy"  # of class scores `[batch, classes]`, or of single scores with a binary loss
 _LOSS_FIX = "or pass a function (outputs, targets), such as torch.nn.functional.huber_loss"
 _METRIC_FIX = "or pass names and functions, metrics={'top1': top1}"
 
@@ -28,8 +28,9 @@ def resolved(job: Job) -> Job:
     if not isinstance(job.loss_fn, str) and not any(isinstance(metric, str) for metric in job.metrics.values()):
         return job
     _check(job)
-    metrics = {name: _function(metric) for name, metric in job.metrics.items()}
-    return dataclasses.replace(job, loss_fn=_function(job.loss_fn), metrics=metrics)
+    loss_fn = _function(job.loss_fn)
+    metrics = {name: _metric(metric, loss_fn) for name, metric in job.metrics.items()}
+    return dataclasses.replace(job, loss_fn=loss_fn, metrics=metrics)
 
 
 def check_names_early(job: Job) -> None:
@@ -66,10 +67,14 @@ def _check_name(argument: str, name: str, known: list[str], fix: str) -> None:
 def _function(value: Any) -> Callable[..., Any] | Any:
     if not isinstance(value, str):
         return value
-    if value == _ACCURACY:
-        from distributed.backends._torch.objective import accuracy
-
-        return accuracy
     import torch.nn.functional as F
 
     return getattr(F, LOSSES[value])
+
+
+def _metric(value: Any, loss_fn: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    from distributed.backends._torch.named_metrics import named_metric
+
+    return named_metric(value, None if value == _ACCURACY else _function(value), loss_fn)

@@ -113,6 +113,8 @@ class Objective:
         if loss_fn is None:
             loss_fn = self._default = self._choose_default(outputs, targets)
             self._class_loss = class_loss(loss_fn)
+        if self._class_loss is not None and _are_classes(targets):
+            targets = targets.long()  # torch takes no other class indices, except for uint8
         if self._class_loss is not None and (self.counts or not torch.is_grad_enabled()) and _are_classes(targets):
             value: Any = self._class_loss(outputs, targets)
         else:
@@ -345,14 +347,15 @@ def _are_classes(targets: Any) -> bool:
 
 
 def scores(outputs: Any) -> Any:
-    """Return the scores inside a model's outputs (`.logits`, as in Hugging Face), or the outputs themselves."""
-    return getattr(outputs, "logits", outputs)
+    """Return the scores inside a model's outputs (`.logits` or ["logits"], as in Hugging Face), or the outputs themselves."""
+    return outputs.get("logits", outputs) if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
 
 
 def accuracy(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (number of correct answers, number of samples).
 
-    Shapes are [batch, classes] for `outputs` and [batch] for `targets`. Negative class indices are not counted.
+    Shapes are [batch, classes] for `outputs` and [batch] for `targets`, or both with additional dimensions. Negative class
+    indices are not counted.
     """
     return (outputs.argmax(dim=1) == targets).sum(), (targets >= 0).sum()
 

@@ -14,6 +14,7 @@ import torch
 
 from distributed.backends._torch.generators import forked
 from distributed.backends._torch.nested import move
+from distributed.backends._torch.non_finite_loss import shown_in_gradients
 from distributed.backends.arrays import ArrayBatch
 from distributed.errors import ConfigError
 from distributed.state import MicroBatch, UpdateBatch
@@ -113,7 +114,8 @@ class Passes:
             scale = replicas / update_batch.num_samples
         if is_last and loss.count is not None and items is None:
             self.start_counting([*done, loss])
-        self._wrapper.backward(self._scaled(loss.value, scale))
+        with self._watched(loss.value, number=1) as value:
+            self._wrapper.backward(self._scaled(value, scale))
 
     def weightless(
         self, micro: MicroBatch, update_batch: UpdateBatch, items: torch.Tensor | None, done: list[Loss], is_last: bool
@@ -153,15 +155,29 @@ class Passes:
         logged.num_samples = None
         return loss
 
-    def _scaled(self, value: torch.Tensor, scale: Any) -> torch.Tensor:
-        """Return `value * scale`. A non-finite loss makes every gradient NaN, so that all ranks detect it."""
+    @contextlib.contextmanager
+    def _watched(self, value: torch.Tensor, number: int | None) -> Iterator[torch.Tensor]:
+        """Return a block with the loss for a backward pass in it. A loss that is not finite makes gradients NaN, so that all ranks
+        detect it.
+
+        On a GPU, where the host does not read the loss, the gradients of `number` parameters do so even if they would be zero.
+        """
         if not value.requires_grad:
             raise ConfigError("the loss has no gradient: return it as a tensor, without .item(), .detach() or no_grad")
+        factor: Any
         if self._device.type == "cpu":
-            if not math.isfinite(value.item()):
-                return value * math.nan
+            factor, number = math.nan, None
+            if math.isfinite(value.item()):
+                yield value
+                return
         else:
-            value = value * (1.0 + 0.0 * value.detach())
+            factor = 1.0 + 0.0 * value.detach()
+        value = value * factor
+        with shown_in_gradients(value, factor, number):
+            yield value
+
+    @staticmethod
+    def _scaled(value: torch.Tensor, scale: Any) -> torch.Tensor:
         return value if isinstance(scale, float) and scale == 1.0 else value * scale
 
     def start_counting(self, losses: list[Loss]) -> None:

@@ -152,12 +152,14 @@ class SeveralPasses(Passes):
     def _backward(self, member: MemberUpdate, loss: Loss, micro: MicroBatch) -> None:
         if micro.num_samples:
             samples = micro.num_samples if loss.count is None else 1  # a nominal count, corrected before clipping
-            value = self._scaled(loss.value, samples * self._num_replicas / self._update_batch.num_samples)
+            scale = samples * self._num_replicas / self._update_batch.num_samples
+            with self._watched(loss.value, number=None) as value:
+                self._wrapper.backward_of(member.scaled(self._scaled(value, scale)), member.parameters)
             loss.value = loss.value.detach()
         else:
             value = torch.nan_to_num(loss.value) * 0.0
             loss.value = torch.zeros_like(loss.value.detach())
-        self._wrapper.backward_of(member.scaled(value), member.parameters)
+            self._wrapper.backward_of(member.scaled(value), member.parameters)
 
     def _update(self, name: str, member: MemberUpdate) -> None:
         if all(parameter.grad is None for parameter in member.parameters):

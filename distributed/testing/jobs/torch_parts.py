@@ -176,7 +176,7 @@ def unreduced(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class _Poisoned:
-    """Loss that is NaN in the third training forward of the last rank."""
+    """Loss that is NaN in the third training forward of the last rank, where its gradient is zero."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -185,7 +185,8 @@ class _Poisoned:
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = torch.nn.functional.cross_entropy(outputs, targets)
         self.calls += torch.is_grad_enabled() and outputs.requires_grad
-        return loss * float("nan") if self.calls == 3 and self.is_last else loss
+        is_bad = self.calls == 3 and self.is_last
+        return torch.where(torch.tensor(True), float("nan"), loss) if is_bad else loss
 
 
 def ignoring() -> dict[str, Any]:
