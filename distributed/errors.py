@@ -53,7 +53,14 @@ class TrainingInterrupted(SystemExit):
 BY_EXIT_CODE: Mapping[int, type[DistributedError]] = {each.exit_code: each for each in (ConfigError, ResourceError)}
 
 
+_MIN_PART = 3  # letters of a name that may stand for the whole
+
+
 def nearest(word: object, known: Iterable[str]) -> str:
-    """Return " (did you mean 'NAME'?)" for the name in `known` that is closest to `word`, or "" if none is close."""
-    close = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.6)
+    """Return " (did you mean 'NAME'?)" for the name in `known` that is closest to `word`, or the only one that contains it, or ""."""
+    names = list(known)
+    close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
+    if not close and len(str(word)) >= _MIN_PART:
+        close = [name for name in names if str(word) in name]
+        close = close if len(close) == 1 else []
     return f" (did you mean {close[0]!r}?)" if close else ""

@@ -36,6 +36,10 @@ GROUPS = {
 VERBS = {verb: entry for group in GROUPS.values() for verb, entry in group.items()}
 
 
+# The modules of the packages that every installation of distributed has.
+_REQUIRED = {"cloudpickle", "numpy", "yaml", "rich", "safetensors", "typer", "xxhash"}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command and exit the process: with 0 after success, with the `exit_code` of a `DistributedError`, with
     130 after Ctrl-C and with 143 after SIGTERM."""
@@ -45,6 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     except DistributedError as error:
         sys.stderr.write(shown(f"error: {error}\n", keep="\n\t"))
         code = error.exit_code
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").partition(".")[0]) not in _REQUIRED:
+            raise
+        sys.stderr.write(
+            f"error: {sys.executable} has no module {missing!r}, which distributed requires: activate the environment in which"
+            " distributed is installed, such as '. .venv/bin/activate' after 'make demo'\n"
+        )
+        code = 3
     except KeyboardInterrupt:
         code = 130
     sys.exit(code)

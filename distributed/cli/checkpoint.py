@@ -19,7 +19,7 @@ from distributed.loggers.wording import shown
 
 app = typer.Typer(add_completion=False, cls=Group)
 
-_COLUMNS = ("step", "epoch", "size", "saved (UTC)", "backend x processes", "monitor", "best", "verified")
+_COLUMNS = ("step", "epoch", "size", "saved (UTC)", "saved by")
 
 
 @app.callback(invoke_without_command=True)
@@ -35,14 +35,16 @@ def list_(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, or a directory of checkpoints")],
 ) -> None:
     """Show the checkpoints of a run, oldest first, and whether each one verifies. At an address only names and sizes are compared."""
-    rows: list[tuple[str, ...]] = [_COLUMNS]
     problems: list[str] = []
     address = given_address(run)
     infos = list_checkpoints(resolve(run).parent) if address is None else _stored(address)
+    names = {info.manifest.monitor for info in infos if info.manifest and info.manifest.monitor_value is not None}
+    monitor = names.pop() if len(names) == 1 else ""  # stands above the values, so that the table fits into 80 columns
+    rows: list[tuple[str, ...]] = [(*_COLUMNS, shown(monitor) or "monitor", "verified")]
     for info in infos:
         problem = _problem(info.path) if address is None else info.problem
         problems += [problem] if problem else []
-        rows.append(tuple(map(shown, _row(info, "no" if problem else "yes" if address is None else "sizes"))))
+        rows.append(tuple(map(shown, _row(info, monitor, "no" if problem else "yes" if address is None else "sizes"))))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -50,13 +52,14 @@ def list_(
         typer.echo(shown(problem))
 
 
-def _row(info: CheckpointInfo, verdict: str) -> tuple[str, ...]:
+def _row(info: CheckpointInfo, monitor: str, verdict: str) -> tuple[str, ...]:
+    """Return the cells of a checkpoint. `monitor` is the metric that is named above its value, or ""."""
     if info.manifest is None:
-        return (str(info.step), *["?"] * 5, "", verdict)
+        return (str(info.step), *["?"] * 5, verdict)
     m = info.manifest
-    value = "" if m.monitor_value is None else f"{m.monitor} {m.monitor_value:.6g}"
-    saved, engine = m.created[:19].replace("T", " "), f"{m.backend} x {m.world_size}"
-    best = "best" if info.is_best else ""
+    value = "" if m.monitor_value is None else f"{m.monitor_value:.6g}{' best' if info.is_best else ''}"
+    value = f"{m.monitor} {value}" if value and not monitor else value
+    saved, engine = m.created[:16].replace("T", " "), f"{m.backend} x {m.world_size}"
     return (
         str(m.step),
         str(m.epoch + (m.samples_in_epoch > 0)),
@@ -64,7 +67,6 @@ def _row(info: CheckpointInfo, verdict: str) -> tuple[str, ...]:
         saved,
         engine,
         value,
-        best,
         verdict,
     )
 

@@ -163,7 +163,10 @@ def running_script() -> Overrides:
 
 
 def unused_settings() -> list[str]:
-    """Return the settings given outside the script that nothing in this worker has asked for."""
+    """Return the settings given outside the script that nothing in this worker has asked for.
+
+    A backend that divides the model among the processes is one of them: it has only started the workers.
+    """
     from distributed.config.registry import REGISTRY
 
     if _from_launcher.handover is None or _from_launcher.is_taken:
@@ -171,6 +174,8 @@ def unused_settings() -> list[str]:
     used = _FOR_ANY_SCRIPT.union(f"{entry.group}.{name}" for entry in REGISTRY.values() for name in entry.for_launcher)
     names: list[str] = []
     for name, value in _from_launcher.handover.overrides.values().items():
+        if name == "backend" and REGISTRY[value].cuts_model:
+            names.append(f"{name}={value}")
         names += [f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name]
     return [name for name in names if name not in used and name not in _from_launcher.asked]
 

@@ -323,8 +323,8 @@ def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
         name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
         place = "config file" if merged.source(name) == "file" else "script"
         raise ConfigError(
-            f"{name}={asked} in the {place} is not the running world's {running} processes per node:"
-            f" start with --nproc-per-node {asked}, or drop it from the {place}"
+            f"{name}={asked} in the {place}, but the launcher has started {running} process{'es' * (running > 1)} per node before it"
+            f" read the {place}: start with --nproc-per-node {asked}, or drop it from the {place}"
         )
     if not (is_placed and config.num_nodes == 1):  # 1 leaves the nodes to the backend
         _check_nodes(merged)

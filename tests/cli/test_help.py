@@ -7,11 +7,13 @@ import importlib
 import io
 import re
 import shlex
+import sys
 from typing import Any
 
 import pytest
 import typer.main
 
+from distributed.cli import __main__ as entry
 from distributed.cli.__main__ import VERBS, run
 from distributed.cli.examples import EXAMPLES
 from distributed.cli.submit import SCHEDULERS
@@ -103,3 +105,15 @@ def test_the_parsing_of_these_tests_can_fail(line):
     verb, *arguments = line.split()
     with pytest.raises(Exception, match=r"(?i)no such option|missing|is not a flag"):
         parse(verb, arguments)
+
+
+def test_a_python_without_the_required_packages_is_named_with_the_cure(monkeypatch: Any, capsys: Any) -> None:
+    def fail(name: str) -> None:
+        raise ModuleNotFoundError("No module named 'typer'", name="typer")
+
+    monkeypatch.setattr(entry.importlib, "import_module", fail)
+    with pytest.raises(SystemExit) as end:
+        entry.main(["runs"])
+    said = capsys.readouterr().err
+    assert end.value.code == 3 and said.count("\n") == 1
+    assert f"{sys.executable} has no module 'typer'" in said and "activate the environment" in said

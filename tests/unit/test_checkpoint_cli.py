@@ -71,7 +71,8 @@ def test_list_shows_each_checkpoint_with_its_best_and_whether_it_verifies(run: P
     assert [row[:2] for row in rows[1:]] == [["10", "1"], ["20", "2"]]
     assert rows[1][-2:] == ["best", "yes"]
     assert "pytorch-ddp x 2" in result.output
-    assert "val_loss 0.25" in result.output
+    assert rows[0][-2:] == ["val_loss", "verified"] and rows[1][-3] == "0.25"
+    assert max(map(len, result.output.splitlines())) <= 80
     damage(run)
     result = command("list", run / "checkpoints")
     assert result.output.splitlines()[2].split()[-1] == "no"

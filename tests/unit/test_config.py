@@ -20,7 +20,7 @@ from distributed.config.merging import Overrides, config_yaml, merge, read_confi
 from distributed.config.plan import ProcessPlan, in_effect, plan_batch, plan_processes
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import ALIASES, DistributedConfig, canonical
-from distributed.errors import ConfigError, ResourceError
+from distributed.errors import ConfigError, ResourceError, nearest
 from distributed.launching.request import Handover
 from distributed.testing import FakeBackend, FakeOptions
 from distributed.trainer import Trainer
@@ -623,3 +623,8 @@ def test_every_backend_file_imports_without_its_engine():
         [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60
     ).stdout.split()
     assert "distributed.backends.ddp" in loaded and "torch" not in loaded
+
+
+def test_a_part_of_one_name_stands_for_it():
+    assert nearest("ddp", REGISTRY) == " (did you mean 'pytorch-ddp'?)"
+    assert nearest("d", REGISTRY) == nearest("zzz", REGISTRY) == nearest("or", REGISTRY) == ""

@@ -519,7 +519,7 @@ BAD = [
     (pandas.Series([1.0, 2.0]), {}, "a Series is not a data set"),
     (iter(DataLoader(Numbers(4))), {}, "an iterator of a DataLoader yields whole batches: give the DataLoader itself"),
     ((torch.ones(3), torch.ones(3)), {}, "a tuple of arrays is not a data set"),
-    ([], {}, "no samples"),
+    ([], {}, "the data set is empty"),
     (DataLoader(Numbers(4), batch_size=None), {}, r"DataLoader\(batch_size=None\) .* set batch_size in the loader"),
     (DataLoader(Numbers(4), sampler=Endless()), {}, "Endless yields more than 1000000 items"),
     (DataLoader(Numbers(4), sampler=PartOnly()), {}, "PartOnly yields one rank's part only.*data.presharded=true"),

@@ -428,7 +428,7 @@ def test_all_workers_have_one_plan_however_ray_spreads_them(monkeypatch, rank, l
 def test_other_numbers_in_the_script_than_ray_was_told_are_an_error(monkeypatch):
     worker(monkeypatch, 0, 2, 3, 1, 3)
     with pytest.raises(
-        ConfigError, match=r"nproc_per_node=2 in the script is not the running world's 3 processes per node"
+        ConfigError, match=r"nproc_per_node=2 in the script, but the launcher has started 3 processes per node"
     ):
         Trainer(print, backend="ray", device="cpu", nproc_per_node=2)
 

@@ -10,9 +10,12 @@ import pytest
 
 import distributed
 from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training
+from distributed.config.merging import Overrides
 from distributed.config.plan import ProcessPlan, starting_line
 from distributed.launcher import scripts as script_launcher
 from distributed.launcher.scripts import parse
+from distributed.launching import request
+from distributed.launching.request import Handover
 from distributed.launching.variables import crowding
 
 
@@ -127,3 +130,10 @@ def test_dir_shows_the_public_names_alone():
     assert dir(distributed) == sorted(distributed.__all__)
     assert [name for name in dir(distributed) if name.startswith("_")] == []
     assert distributed.__version__ and distributed.comm.all_reduce is distributed.all_reduce  # there, and not shown
+
+
+@pytest.mark.parametrize(("backend", "unused"), [("fsdp", ["backend=fsdp", "epochs"]), ("pytorch-ddp", ["epochs"])])
+def test_a_script_without_a_trainer_is_not_sharded(monkeypatch, backend, unused):
+    monkeypatch.setattr(request, "_from_launcher", type(request._from_launcher)())
+    request.set_this_worker(Handover(Overrides(flag={"backend": backend, "epochs": 2, "timeout_s": 5.0})))
+    assert request.unused_settings() == unused

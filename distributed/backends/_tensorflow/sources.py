@@ -86,7 +86,7 @@ class TensorFlowMapData(Data):
         agree: Reduce | None,
     ) -> None:
         if count == 0:
-            raise ConfigError(f"{name}: no samples: give more samples")
+            raise ConfigError(f"{name}: the data set is empty: give more samples")
         self.batch, self.num_samples = batch, min(count, batch.max_samples or count)
         self._fetch, self._count, self._rank, self._seed, self._shuffle = fetch, count, rank, seed, shuffle
         self._full = slices(batch.global_batch_size, batch, rank)

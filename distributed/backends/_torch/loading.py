@@ -190,7 +190,11 @@ class MapData(ShardedData):
         elif self.batch.max_samples:
             self.num_samples = min(self.num_samples, self.batch.max_samples)
         if self.num_samples == 0 and not self._is_local:
-            why = f"drop_last leaves none of {count} samples with global_batch_size={size}" if count else "no samples"
+            why = (
+                f"drop_last leaves none of {count} samples with global_batch_size={size}"
+                if count
+                else "the data set is empty"
+            )
             raise ConfigError(f"{self._source.name}: {why}: give more samples")
         self._starts: Sequence[int] = range(0, self.num_samples, size)
         if sizes is not None:
