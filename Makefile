@@ -18,7 +18,7 @@ HOROVOD_WITH ?=
 # files come first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test test-full test-cluster test-gpu check format docs bench screenshots docker-check release clean horovod
+.PHONY: demo test test-docs test-full test-cluster test-gpu check format docs bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(DEMO_STAMP)
@@ -30,6 +30,10 @@ test: $(STAMP) $(HOROVOD_STAMP)
 # The same with every long matrix: all numbers of processes of every backend, and more kills and starts.
 test-full: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'not cluster'
+
+# The samples of the documentation.
+test-docs: $(STAMP) $(HOROVOD_STAMP)
+	$(PYTEST) -m docs --dist load
 
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)

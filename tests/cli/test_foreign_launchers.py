@@ -47,6 +47,7 @@ def weight_of(text):
     return text.split("out of rank 0: ")[1].split()[0]
 
 
+@pytest.mark.cluster
 def test_under_torchrun_a_killed_run_goes_on_and_every_rank_has_a_log(script, run_python, run_cli, tmp_path):
     environment = {"OMP_NUM_THREADS": "1"}
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--log-dir", str(tmp_path / "torchrun")]

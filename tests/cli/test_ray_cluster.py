@@ -144,6 +144,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
             head.kill()
 
 
+@pytest.mark.cluster
 def test_a_client_without_a_gpu_plans_on_those_of_the_cluster(
     run_cli: Callable[..., Any], tmp_path: Path, cluster: tuple[str, str]
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_run_directory_at_an_address_continues_on_another_machine(run_cli, tmp
     assert events(run)[: len(events(there / "runs" / run.name))] == events(there / "runs" / run.name)
 
 
+@pytest.mark.cluster
 def test_a_run_ends_although_the_storage_has_gone(start, tmp_path, s3, clean):
     """Training goes on, and the end says what is missing. A resume makes up for it."""
 

@@ -78,6 +78,7 @@ def shows(text, output):
     return re.search(f"^{pattern}", output, re.M | re.S)
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(
     "page",
     [pytest.param(page, marks=[pytest.mark.full] * (name_of(page) in SLOW), id=name_of(page)) for page in LEARNING],
@@ -104,6 +105,7 @@ def test_a_page_runs_from_top_to_bottom(page, run_python, tmp_path):
         output = done.stdout
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.full] * (n in FULL)) for n in DIFFS])
 def test_a_script_gives_the_same_loss_before_and_after_the_change(name, run_python, tmp_path):
     """Lightning is not installed, so only the script after the change runs."""

@@ -85,6 +85,7 @@ def test_a_notebook_is_stored_without_outputs(file):
     assert stored and all(cell.outputs == [] and cell.execution_count is None for cell in stored)
 
 
+@pytest.mark.docs
 def test_the_trainer_notebook(tmp_path):
     with Kernel(tmp_path) as kernel:
         shown = Shown(kernel, "trainer.ipynb")
@@ -105,6 +106,7 @@ def test_the_trainer_notebook(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.docs
 def test_the_sweep_notebook_and_a_search_that_is_interrupted(tmp_path):
     needs_backend("ray")
     with Kernel(tmp_path) as kernel:

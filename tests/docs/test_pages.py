@@ -42,33 +42,19 @@ def needed(page):
         needs_backend("ray")
 
 
-# Samples that start a cluster of Ray: `make test-cluster` runs them.
-ON_RAY = {"backends/ray-2", "tuning-2"}
-# Samples that start TensorFlow, DeepSpeed, Horovod or MLflow's database, or several runs: `make test-full` runs them. What they show is
-# tested by default in tests/conformance (test_tensorflow.py, test_deepspeed.py, test_horovod.py, test_mlflow.py) and tests/cli
-# (test_init.py, test_parity.py).
-SLOW_SCRIPTS = {
-    "backends/tensorflow-1", "backends/deepspeed-1", "backends/horovod-2", "init-1", "tracking-8", "tracking-9",
-    "hugging-face-5", "elastic-2", "many-nodes-1",
-}  # fmt: skip
-SLOW_COMMANDS = {"parity-0", "backends/deepspeed-0", "backends/tensorflow-0", "export-0"}
-
-
-def sample(page, code, number, slow):
-    name = f"{name_of(page)}-{number}"
-    marks = [pytest.mark.cluster] * (name in ON_RAY) + [pytest.mark.full] * (name in slow)
-    return pytest.param(page, code, id=name, marks=marks)
+def sample(page, code, number):
+    return pytest.param(page, code, id=f"{name_of(page)}-{number}")
 
 
 SCRIPTS = [
-    sample(page, code, number, SLOW_SCRIPTS)
+    sample(page, code, number)
     for page in PAGES
     if page not in ELSEWHERE
     for number, (language, beside, code) in enumerate(blocks(page))
     if (language, beside) == ("python", "")
 ]
 COMMANDS = [
-    sample(page, line, number, SLOW_COMMANDS)
+    sample(page, line, number)
     for page in PAGES
     if page not in ELSEWHERE
     for number, line in enumerate(
@@ -78,11 +64,7 @@ COMMANDS = [
 ]
 
 
-def test_the_slow_samples_exist():
-    for slow, samples in ((SLOW_SCRIPTS | ON_RAY, SCRIPTS), (SLOW_COMMANDS, COMMANDS)):
-        assert slow <= {each.id for each in samples}
-
-
+@pytest.mark.docs
 @pytest.mark.parametrize(("page", "code"), SCRIPTS)
 def test_python_sample_runs(page, code, run_python, tmp_path):
     needed(page)
@@ -91,6 +73,7 @@ def test_python_sample_runs(page, code, run_python, tmp_path):
     assert done.returncode == 0, done.output
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_command_line_sample_works(page, command, run_python, tmp_path):
     """`train` is understood, which is all that can be known within a second; the others run."""
