@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.averages import Averages
-    from distributed.backends._torch.collating import Reading
+    from distributed.backends._torch.collating import Batching
     from distributed.backends._torch.frozen import FrozenPart
     from distributed.backends._torch.generating import Generation
     from distributed.backends._torch.objective import Loss
@@ -76,7 +76,7 @@ class TorchBackend(Backend[OptionsT]):
     measured: Measured
     passes: Passes
     update: Update | SeveralUpdate
-    _reading: Reading  # how samples become batches, set by `setup`
+    _batching: Batching  # how samples become batches, set by `setup`
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -110,7 +110,7 @@ class TorchBackend(Backend[OptionsT]):
     def setup(self) -> WorkerContext:
         import torch
 
-        from distributed.backends._torch.collating import Reading
+        from distributed.backends._torch.collating import Batching
         from distributed.backends._torch.generators import OwnGenerators
         from distributed.backends._torch.recomputing import is_recomputing
 
@@ -123,7 +123,7 @@ class TorchBackend(Backend[OptionsT]):
             torch.cuda.set_device(self.device)
         self.generators = OwnGenerators(self.device)
         options: DataOptions = self.config.options("data")
-        self._reading = Reading.of(self.job, removes_columns=options.remove_unused_columns)
+        self._batching = Batching.of(self.job, removes_columns=options.remove_unused_columns)
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -146,7 +146,7 @@ class TorchBackend(Backend[OptionsT]):
 
         sharded = shard(
             data, batch=batch, context=self.context, config=self.config, options=self.config.options("data"), role=role,
-            reduce=self.world.reduce, reading=self._reading,
+            reduce=self.world.reduce, batching=self._batching,
         )  # fmt: skip
         self._first_data = self._first_data or sharded
         return sharded
@@ -164,7 +164,7 @@ class TorchBackend(Backend[OptionsT]):
         if job.names:
             self.wrapper = self._wrapper_of_several()
         self.plain = self.wrapper.build(job.model)
-        self._reading.columns.read(self.plain, notices.append)
+        self._batching.columns.read(self.plain, notices.append)
         self.kind = kind_of(self.plain, self.context)
         self._check_model(self.kind.model, here=True)
         job = self.kind.with_names_resolved(job)

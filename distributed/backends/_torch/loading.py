@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.backends._torch.collating import PLAIN, Reading
+from distributed.backends._torch.collating import PLAIN, Batching
 from distributed.backends._torch.fetching import Fetcher, indexed_tensors
 from distributed.backends._torch.sources import (
     Reduce,
@@ -51,7 +51,7 @@ def shard(
     options: DataOptions,
     role: DataRole,
     reduce: Reduce,
-    reading: Reading = PLAIN,
+    batching: Batching = PLAIN,
 ) -> ShardedData:
     """Return this rank's part of `data`: a DataLoader, a map-style data set or an iterable.
 
@@ -59,7 +59,7 @@ def shard(
     rank if `data` is none of these, is empty, lacks a required length or contradicts the settings.
     """
     train = role.is_training
-    source = read_source(data, config, role, presharded=options.presharded, reading=reading)
+    source = read_source(data, config, role, presharded=options.presharded, batching=batching)
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
     if options.presharded:
         local = _local(source, batch, context.rank, config.seed, train)
