@@ -330,14 +330,14 @@ class TorchBackend(Backend[OptionsT]):
     def eval_step(self, micro: MicroBatch) -> StepResult:
         assert self._averages is not None
         with self._evaluating():
-            self.logged.num_samples = micro.num_samples
+            self.logged.weigh(micro.num_samples)
             with self.precision.autocast():
                 # Evaluate the unwrapped model, because a wrapper may broadcast buffers.
                 batch = self.passes.move(micro.batch)
                 loss = self.passes.objective(self.plain, batch)
                 if self._generation is not None:
                     loss = self._generation.replace(loss, batch)
-            self.logged.num_samples = None
+            self.logged.weigh(None)
             return self._averages.of_evaluation(micro, loss)
 
     def predict_step(self, micro: MicroBatch) -> Any:

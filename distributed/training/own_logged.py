@@ -45,8 +45,8 @@ class BatchWeights:
 
     def _weigh(self) -> None:
         number, is_training = self.num_samples, next(reversed(self._num_samples), None) == TRAINING
-        self._logged.num_samples = number
-        self._of_validation.num_samples = None if is_training else number
+        self._logged.weigh(number)
+        self._of_validation.weigh(None if is_training else number)
 
 
 class LoggedValidation(Validation):

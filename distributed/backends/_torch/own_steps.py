@@ -85,7 +85,7 @@ class OwnSteps:
         """Give micro-batch `index` its turn, and return its batch on the device. Not a collective."""
         micro = self._update_batch.micro_batches[index]
         self._index = index
-        self._backend.logged.num_samples = self.own_loss.num_samples = micro.num_samples
+        self._weigh(micro.num_samples)
         if not micro.num_samples:
             self._restored.enter_context(self._passes.restoring())
         if not self._is_last:
@@ -97,7 +97,7 @@ class OwnSteps:
         """End the turn of a micro-batch, if one has it. Not a collective."""
         for open_ in (self._autocast, self._unsynced, self._restored):
             open_.close()
-        self._backend.logged.num_samples = self.own_loss.num_samples = None
+        self._weigh(None)
         self._index = None
 
     @property
@@ -126,10 +126,14 @@ class OwnSteps:
             loss.value = loss.value.detach()
         else:
             self._passes.backward_weightless(loss, self._losses, is_last=self._is_last)
-        self._backend.logged.num_samples = micro.num_samples  # recomputing activations has reset it
+        self._backend.logged.weigh(micro.num_samples)  # recomputing activations has reset it
         self._unsynced.close()
         self._restored.close()
         self._losses.append(loss)
+
+    def _weigh(self, num_samples: int | None) -> None:
+        self._backend.logged.weigh(num_samples)
+        self.own_loss.weigh(num_samples)
 
     def finish(self) -> StepResult:
         """Make the update. A collective."""
