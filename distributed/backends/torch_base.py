@@ -27,6 +27,7 @@ from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, Updat
 if TYPE_CHECKING:
     import torch
 
+    from distributed.backends._torch.averaged_weights import AveragedTensors
     from distributed.backends._torch.averages import Averages
     from distributed.backends._torch.collating import Batching
     from distributed.backends._torch.frozen import FrozenPart
@@ -71,6 +72,7 @@ class TorchBackend(Backend[OptionsT]):
     refuses_own_loop: ClassVar[str] = ""
     refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine; empty if they do
     other_keras: ClassVar[str] = "choose another backend"  # advice for Keras models on another engine than torch
+    averaged_weights: AveragedTensors
     world: TorchWorld
     observer: TorchObserver
     measured: Measured
@@ -248,10 +250,10 @@ class TorchBackend(Backend[OptionsT]):
         self._generation = Generation(self, job) if job.predict_with_generate else None
         objective = self.kind.objective(job, self._notice)
         if job.is_own_loop:
-            from distributed.backends._torch.own_steps import OwnPasses, OwnSteps
+            from distributed.backends._torch.own_steps import OwnPasses, TorchOwnSteps
 
             self.passes = passes = OwnPasses(self, objective)
-            self.own_steps = OwnSteps(self, passes)
+            self.own_steps = TorchOwnSteps(self, passes)
         else:
             self.passes = self.kind.passes(self, objective)
         options: DataOptions = self.config.options("data")

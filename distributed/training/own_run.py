@@ -80,6 +80,7 @@ class OwnRun:
     ) -> None:
         self._fits, self._opened, self._leaving = fits, opened, leaving
         self._backend = fits.backend
+        assert fits.backend.own_steps is not None  # `prepare` has set it, because the job says `is_own_loop`
         self.steps = fits.backend.own_steps
         self.model, self.optimizer = self.steps.model, self.steps.optimizer
         self.training_loader = Loader(self, opened.train, loaders[0], is_training=True)

@@ -36,12 +36,8 @@ class OwnPasses(Passes):
         return Loss(torch.zeros(()), None)
 
 
-class OwnSteps:
-    """Take a loop's losses, one for each micro-batch, and make the update of each update batch.
-
-    The methods are called in this order: `begin` for each update batch; `enter`, `backward` and `leave` for each micro-batch;
-    and `finish` after the last `backward`. Every rank calls every method.
-    """
+class TorchOwnSteps:
+    """Implement `distributed.backends.own_steps.OwnSteps` with the passes and the update of a torch adapter."""
 
     def __init__(self, backend: TorchBackend[Any], passes: OwnPasses) -> None:
         self._backend, self._passes = backend, passes
