@@ -60,6 +60,8 @@ def shard(
     """
     train = role.is_training
     source = read_source(data, config, role, presharded=options.presharded, batching=batching)
+    if train:
+        _check_sizes(source, config)
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
     if options.presharded:
         local = _local(source, batch, context.rank, config.seed, train)
@@ -274,6 +276,17 @@ class MapData(ShardedData):
                 **loader_arguments(self._source, self._seed, epoch),
             )
         return self._loader
+
+
+def _check_sizes(source: Source, config: DistributedConfig) -> None:
+    """Raise ConfigError if a size of batches was given, and a batch sampler of the loader makes them."""
+    name = next((n for n in ("batch_size", "global_batch_size") if n in config.given), None)
+    if name is not None and source.batch_sampler is not None:
+        kind = type(source.batch_sampler).__name__
+        value = config.given[name]
+        raise ConfigError(
+            f"{name}={value} contradicts the loader's {kind}, whose items are the batches: drop one of them"
+        )
 
 
 def _of_items(batch: BatchPlan, largest: int) -> BatchPlan:

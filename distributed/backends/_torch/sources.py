@@ -225,13 +225,6 @@ def _check_settings(source: Source, config: DistributedConfig) -> None:
         raise ConfigError(f"shuffle={config.shuffle} contradicts the loader's {type(own).__name__}: drop one of them")
     if config.shuffle and source.is_stream:
         raise ConfigError("shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle")
-    name = next((n for n in ("batch_size", "global_batch_size") if n in config.given), None)
-    if name is not None and source.batch_sampler is not None:
-        kind = type(source.batch_sampler).__name__
-        value = config.given[name]
-        raise ConfigError(
-            f"{name}={value} contradicts the loader's {kind}, whose items are the batches: drop one of them"
-        )
     if isinstance(source.dataset, Iterator) and config.epochs > 1 and config.max_steps is None:
         raise one_shot_error(source, f"epochs={config.epochs}")
 
