@@ -22,7 +22,7 @@ class HangCheck:
     Args:
         request: the request, which has `hang_timeout`.
         run: the run directory, in which the stacks are kept.
-        display: shows that workers stand still without a cause on this node.
+        display: shows that workers stand still because of another node.
         board: what the workers say.
         node: the name of this node, if there are several.
         ask: asks all workers for their stacks.
@@ -39,7 +39,8 @@ class HangCheck:
         """Begin an attempt."""
         self._watch = HangWatch(self._request.hang_timeout or 0.0)
         self._looked = time.monotonic()
-        self._undecided = -1  # count of the place at which workers stood still without a cause on this node
+        # `beats` of the workers that stood still last without a cause on this node. They are reported once.
+        self._undecided = -1
 
     def find(self, ranks: Mapping[int, int]) -> Failure | None:
         """Return the failure of a worker that hangs, or None. `ranks` has the ranks of the workers to look at, by local rank."""

@@ -27,30 +27,30 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Suspects:
-    """Workers that stand still, and for which all others wait, unless they wait for another node themselves.
+    """Workers that stand still while all others wait for them. They may in turn wait for another node.
 
     Attributes:
-        keys: the keys of the workers; several if they stand at the same place.
-        place: where they stand.
-        still_s: for how many seconds.
-        are_behind: whether another worker of this node is further.
+        keys: the keys of the workers; several if they have made the same progress.
+        place: where they are in training.
+        still_s: for how many seconds they have made no progress.
+        has_others_ahead: whether another worker of this node has made more progress.
     """
 
     keys: tuple[int, ...]
     place: Place
     still_s: float
-    are_behind: bool
+    has_others_ahead: bool
 
 
 class HangWatch:
     """Watch the places of the workers of an attempt.
 
-    The ranks of a training wait for each other in each update. If one hangs, all stand still soon. The one to name is the one that
-    is the least far: the others wait for it. A worker that is outside of a fit never hangs, because its script may do anything.
+    The ranks of a training wait for each other in each update. If one hangs, all stand still soon. The rank with the least progress
+    is the one for which the others wait. A worker that is outside of a fit never hangs, because its script may do anything.
 
     Args:
-        hang_timeout: seconds that a part of an update may take. What is slow by its nature, such as a save, may take `SLOW` times as
-            long. If updates take long, everything may take longer.
+        hang_timeout: seconds that a part of an update may take. A part of training that is slow by its nature, such as a save, may
+            take `SLOW` times as long. Both limits rise if updates take long.
     """
 
     def __init__(self, hang_timeout: float) -> None:
@@ -74,12 +74,16 @@ class HangWatch:
         if still_s < max(self._limit_of(seen.place) for seen in behind.values()):
             return None
         place = next(iter(behind.values())).place
-        return Suspects(tuple(behind), place, still_s, self._is_behind(place))
+        return Suspects(tuple(behind), place, still_s, self._is_another_ahead(place))
 
     def standing(self, keys: Collection[int], timeout_s: float) -> Suspects | None:
-        """Return those of the workers `keys` that have stood still for the time limit of collectives and are the least far, or None.
+        """Return the workers with the least progress of those that have stood still for the time limit of collectives, or None.
 
-        The others have failed because they have waited for so long. `timeout_s` is the limit of workers that have not said theirs.
+        The others have failed because they have waited for that long.
+
+        Args:
+            keys: the workers to look at.
+            timeout_s: the limit in seconds of workers that have not written theirs.
         """
         watched = {key: seen for key, seen in self._seen.items() if key in keys}
         still = {
@@ -89,9 +93,9 @@ class HangWatch:
             return None
         least = min(still.values(), key=lambda seen: seen.place.beats)
         found = tuple(key for key, seen in still.items() if seen.place.beats == least.place.beats)
-        return Suspects(found, least.place, least.still_s, self._is_behind(least.place))
+        return Suspects(found, least.place, least.still_s, self._is_another_ahead(least.place))
 
-    def _is_behind(self, place: Place) -> bool:
+    def _is_another_ahead(self, place: Place) -> bool:
         return any(seen.place.beats > place.beats for seen in self._seen.values())
 
     def _follow(self, key: int, place: Place, seconds: float) -> _Seen:
@@ -116,7 +120,7 @@ def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *
     """Return the key of the worker that the others wait for, or None if that cannot be decided.
 
     Args:
-        suspects: the workers at the place that is the least far.
+        suspects: the workers with the least progress.
         silent: the keys of workers that did not answer the request for their stack, because they are stopped or wait for a device.
         waiting: the keys of workers whose stack says that they wait for others.
         is_alone: whether there are no workers on other nodes.
@@ -126,4 +130,4 @@ def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *
     found = [key for key in suspects.keys if key not in waiting]
     if len(found) == 1:
         return found[0]
-    return suspects.keys[0] if len(suspects.keys) == 1 and (suspects.are_behind or is_alone) else None
+    return suspects.keys[0] if len(suspects.keys) == 1 and (suspects.has_others_ahead or is_alone) else None

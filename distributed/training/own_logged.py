@@ -20,7 +20,7 @@ class BatchWeights:
 
     Args:
         logged: the values of training.
-        of_validation: the values of the validation of the script. They weigh nothing special in the loop over the training loader.
+        of_validation: the values of the script's validation. Those logged in the loop over the training loader count once each.
     """
 
     def __init__(self, logged: Logged, of_validation: Logged) -> None:

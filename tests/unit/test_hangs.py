@@ -42,13 +42,13 @@ def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it():
     places = {0: at(31, 8), 1: at(28, 7, CALLBACKS), 2: at(31, 8)}
     assert watched(watch, 2.9, places) is None
     found = watched(watch, 0.2, places)
-    assert found.keys == (1,) and found.are_behind and found.place.words == "in step 7 (callbacks)"
+    assert found.keys == (1,) and found.has_others_ahead and found.place.words == "in step 7 (callbacks)"
     assert found.still_s == pytest.approx(3.1)
 
 
 def test_ranks_at_the_same_place_are_all_suspects():
     found = watched(HangWatch(3.0), 3.1, {0: at(31, 8), 1: at(31, 8)})
-    assert found.keys == (0, 1) and not found.are_behind
+    assert found.keys == (0, 1) and not found.has_others_ahead
 
 
 def test_a_rank_that_moves_is_not_named_nor_those_that_wait_for_it():
@@ -117,8 +117,10 @@ def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
     watch = HangWatch(60.0)
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, Phase.SAVING, is_slow=True), 2: at(31, 8)})
     found = watch.standing([1, 2], 2.0)
-    assert found.keys == (1,) and found.are_behind
-    assert watch.standing([2], 2.0).keys == (2,) and not watch.standing([2], 2.0).are_behind  # it may have waited too
+    assert found.keys == (1,) and found.has_others_ahead
+    assert (
+        watch.standing([2], 2.0).keys == (2,) and not watch.standing([2], 2.0).has_others_ahead
+    )  # it may have waited too
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, timeout_s=2.0), 2: at(31, 8)})
     assert watch.standing([1, 2], 300.0).keys == (1,)  # the script has set another limit
     assert watch.standing([2], 300.0) is None and watch.standing([], 0.0) is None
