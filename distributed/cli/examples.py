@@ -15,6 +15,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "distributed init",
         "distributed init --kind text reviews",
         "distributed init --kind tabular prices",
+        "distributed init --script train.py",
     ),
     "train": (
         "distributed train --script train.py --nproc-per-node 2 --epochs 3",

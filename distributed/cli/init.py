@@ -1,9 +1,14 @@
-"""`distributed init`: write a `train.py` and a `config.yaml` to begin with. They are the files of `examples/projects`."""
+"""`distributed init`: write a `train.py` and a `config.yaml` to begin with, or only the latter for a script that exists.
+
+The files to begin with are those of `examples/projects`.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +25,29 @@ KINDS = {
     "keras": ({"torch": "torch", "keras": "keras", "sklearn": "scikit-learn"}, "a Keras model"),
 }
 FILES = ("train.py", "config.yaml")
+# The config.yaml of a script that exists. Every setting is commented out, so that the file changes nothing yet.
+FOR_SCRIPT = """\
+# Settings of {script}. Remove the '# ' before a name to set it, and start the script with
+#   {command}
+# Settings in the code of the script override this file, and a flag overrides both. All settings and flags: distributed train --help
+
+# Of any script
+# nproc_per_node: 2         # processes on this machine
+# backend: pytorch-ddp      # see: distributed backends
+# max_restarts: 3           # restarts after a worker died
+# seed: 0                   # of the generators of each process
+
+# Of a script with a Trainer or a Session
+# epochs: 10                # passes over the data
+# global_batch_size: 64     # samples per update, on all processes together
+# learning_rate: 1.0e-3
+# mixed_precision: bf16     # faster on GPUs
+# checkpoint_frequency: 1   # epochs from one checkpoint to the next
+# keep_latest_k: 1          # number of newest checkpoints; the best one is kept too
+# log_every_n_steps: 50
+# tensorboard: true
+"""
+_USES_US = re.compile(r"\b(\w*Trainer|Session)\(")
 
 
 def init(
@@ -32,11 +60,18 @@ def init(
             metavar="|".join(KINDS), help="what is trained: " + "; ".join(f"{k}: {v[1]}" for k, v in KINDS.items())
         ),
     ] = "image",
+    script: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="write only a config.yaml, for this script, beside it or into DIR"),
+    ] = None,
 ) -> None:
     """Write train.py and config.yaml into a directory. They run as they are, on data that is on this machine.
 
     No file is ever overwritten.
     """
+    if script is not None:
+        _begin_with(script, script.parent if directory == Path() else directory)
+        return
     if kind not in KINDS:
         raise ConfigError(f"--kind {kind} is unknown{nearest(kind, KINDS)}: choose one of {', '.join(KINDS)}")
     write_project(kind, directory)
@@ -48,16 +83,39 @@ def init(
     print(f"to train on two processes: distributed train --script {shlex.quote(str(script))} --nproc-per-node 2")
 
 
+def _begin_with(script: Path, directory: Path) -> None:
+    """Write a config.yaml for `script` into `directory`, and show how to start the script with it."""
+    try:
+        text = script.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ConfigError(f"--script {str(script)!r} cannot be read ({reason}): name a Python script") from None
+    config = directory / FILES[1]
+    command = f"distributed train --script {shlex.quote(str(script))} --config {shlex.quote(str(config))}"
+    _write(directory, {FILES[1]: FOR_SCRIPT.format(script=script.name, command=command)})
+    print(f"wrote {config}: every setting in it is commented out")
+    if not _USES_US.search(text):
+        print(
+            f"{script} makes no Trainer and no Session: it runs as under torchrun, and only the first settings apply;"
+            " docs/coming-from shows what a Trainer changes"
+        )
+    print(f"to train on two processes: {command} --nproc-per-node 2")
+
+
 def write_project(kind: str, directory: Path) -> None:
     """Write the files of `kind` into `directory`. Raises ConfigError if one of them exists or cannot be written."""
-    for name in FILES:
+    _write(directory, {name: (_projects() / kind / name).read_text(encoding="utf-8") for name in FILES})
+
+
+def _write(directory: Path, texts: Mapping[str, str]) -> None:
+    for name in texts:
         if os.path.lexists(directory / name):
             raise ConfigError(f"{str(directory / name)!r} exists and is not overwritten: name another directory")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name in FILES:
+        for name, text in texts.items():
             with open(directory / name, "x", encoding="utf-8") as file:  # "x" writes no file that has just appeared
-                file.write((_projects() / kind / name).read_text(encoding="utf-8"))
+                file.write(text)
     except OSError as error:
         raise ConfigError(f"{str(directory)!r} cannot be written ({error.strerror}): name another directory") from None
 

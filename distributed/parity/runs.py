@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.backends import groups_in_use
 from distributed.checkpoints.manifest import list_checkpoints, resolve
-from distributed.checkpoints.shards import StoredTensor, read_tensors
+from distributed.checkpoints.shards import AVERAGED, StoredTensor, read_tensors
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import GROUPS, DistributedConfig
 from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError, TrainingError
@@ -162,7 +162,7 @@ def read_run(directory: Path) -> Trained:
             for row in rows
             if row["step"]  # the others begin at the first run's checkpoint of step 0
             for name, value in row.items()
-            if name == "loss" or (row["split"] == "val" and name.endswith("_loss"))
+            if name == "loss" or name.endswith("_loss")
         },
         batch=batch,
         step_s=batch.global_batch_size / statistics.median(rates[2:] or rates or [math.nan]),
@@ -185,9 +185,14 @@ def _batch(directory: Path) -> BatchPlan:
 
 
 def weights_of(checkpoint: Path) -> dict[str, numpy.ndarray[Any, Any]]:
-    """Return every tensor of the model in a checkpoint, unsharded, as float64."""
-    stored, _ = read_tensors(checkpoint / "model")
-    return {name: _array(tensor) for name, tensor in stored.items()}
+    """Return every tensor of the model in a checkpoint, unsharded, as float64, and averages of them beside their weights."""
+    parts = {"": checkpoint, f"{AVERAGED}/": checkpoint / AVERAGED}
+    return {
+        f"{prefix}{name}": _array(tensor)
+        for prefix, path in parts.items()
+        if path.is_dir()
+        for name, tensor in read_tensors(path / "model")[0].items()
+    }
 
 
 _KINDS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}

@@ -166,3 +166,30 @@ def check_learns(run_cli: Any, tmp_path: Path, kind: str, backend: list[str], pr
     pattern, bound = LEARNED[kind]
     found = float(re.search(pattern, said)[1])
     assert found <= bound if kind == "text" else found >= bound, said
+
+
+def test_a_script_that_exists_gets_a_config_that_changes_nothing_until_a_line_is_set(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    Path("mine/run.py").write_text("from distributed import Trainer\nTrainer(None)\n")
+    assert run(["init", "--script", "mine/run.py"]) == 0
+    config = Path("mine/config.yaml")
+    assert read_config_file(config).file == {}
+    command = "distributed train --script mine/run.py --config mine/config.yaml"
+    assert f"{command} --nproc-per-node 2" in capsys.readouterr().out and f"#   {command}\n" in config.read_text()
+    settings = [line.removeprefix("# ") for line in config.read_text().splitlines() if re.match(r"# \w+: \S", line)]
+    config.write_text("\n".join(settings))
+    assert len(read_config_file(config).file) == len(settings) > 10  # every name is a setting, and every value is valid
+
+
+def test_a_script_without_a_trainer_is_told_what_applies(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("plain.py").write_text("import torch\n")
+    assert run(["init", "--script", "plain.py", "settings"]) == 0
+    assert (
+        "plain.py makes no Trainer and no Session" in capsys.readouterr().out and Path("settings/config.yaml").exists()
+    )
+    with pytest.raises(ConfigError, match="exists and is not overwritten"):
+        run(["init", "--script", "plain.py", "settings"])
+    with pytest.raises(ConfigError, match=r"--script 'gone.py' cannot be read \(No such file or directory\)"):
+        run(["init", "--script", "gone.py"])

@@ -17,13 +17,14 @@ from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.parity.comparison import ParityOptions, Trained, cells_of, farthest
-from distributed.parity.runs import Start, is_for
+from distributed.parity.runs import Start, is_for, read_run
 from tests.conftest import needs_backend
 
 SCRIPT = """
 import os, sys
 import torch
 from distributed import Trainer
+from distributed.callbacks import ExponentialMovingAverage
 
 kind = sys.argv[1] if len(sys.argv) > 1 else ""
 generator = torch.Generator().manual_seed(1)
@@ -42,6 +43,24 @@ def model():
     return torch.nn.Sequential(*layers, torch.nn.Linear(8, 3))
 
 if kind == "nothing":
+    sys.exit()
+if kind == "several":
+    def training_step(models, batch, update):
+        x, y = batch
+        outputs = models["body"](x)
+        update("body", d_loss := torch.nn.functional.mse_loss(outputs, x))
+        update("head", loss := torch.nn.functional.cross_entropy(models["head"](outputs.detach()), y))
+        return {"loss": loss, "d_loss": d_loss}
+
+    torch.manual_seed(0)
+    models = {"body": torch.nn.Linear(6, 6), "head": torch.nn.Linear(6, 3)}
+    optimizers = {name: lambda params: torch.optim.SGD(params, lr=0.1) for name in models}
+    Trainer(models=models, optimizers=optimizers, training_step=training_step, batch_size=16).fit(data)
+    sys.exit()
+if kind == "draws":  # also averages of the weights, and validation inside the epoch
+    settings = {"validate_every_n_steps": 2, "monitor": "val_in_loss", "optimizer": "adamw", "scheduler": "cosine"}
+    trainer = Trainer(model, learning_rate=1e-2, batch_size=16, callbacks=[ExponentialMovingAverage(decay=0.5)], **settings)
+    trainer.fit(torch.utils.data.DataLoader(data, shuffle=True), {"in": data, "out": data})
     sys.exit()
 world = int(os.environ.get("WORLD_SIZE", 1))
 rate = 1e-2 * (world if kind == "scales" else 1)
@@ -73,7 +92,23 @@ def test_a_script_that_is_the_same_everywhere_but_for_its_first_weights(parity, 
     assert rows["single", "1"][-1] == "reference" and float(rows["single", "1"][2]) == 0
     assert 0 <= float(rows["pytorch-ddp", "2"][2]) < 1e-9 < float(rows["pytorch-ddp", "2"][4]) < 1e-4
     assert "5 steps, global batch size 16" in lines[0] and lines[-1] == "all agree"
-    assert (tmp_path / "runs" / "pytorch-ddp-2-float32-1" / "metrics.jsonl").exists()
+    run = tmp_path / "runs" / "pytorch-ddp-2-float32-1"
+    trained = read_run(run)
+    assert {("val", 2, "in"), ("val", 4, "out"), ("train", 5)} <= trained.losses.keys()
+    averaged = {name: value for name, value in trained.weights.items() if name.startswith("averaged/")}
+    assert len(averaged) * 2 == len(trained.weights)
+    assert all(
+        farthest({"": value}, {"": trained.weights[name.removeprefix("averaged/")]}) > 0
+        for name, value in averaged.items()
+    )
+
+
+@pytest.mark.full
+def test_several_models_and_their_losses_are_compared(parity, tmp_path):
+    flags = ["--backends", "pytorch-ddp,fsdp", "--world-sizes", "2", "--keep", str(tmp_path / "runs")]
+    done = parity("several", *flags)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "all agree", done.output
+    assert ("train", 3, "d") in read_run(tmp_path / "runs" / "fsdp-2-float64-1").losses
 
 
 def test_a_script_that_depends_on_the_number_of_processes_is_found_out(parity):

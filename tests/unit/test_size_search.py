@@ -122,7 +122,9 @@ def _around(error):
     ],
 )
 def test_the_end_of_the_workers_says_why_a_size_does_not_fit(code, cause, kind, tmp_path):
-    (tmp_path / "events.jsonl").write_text(json.dumps({"event": "worker_failed", "rank": 0, "cause": cause}) + "\n")
+    (tmp_path / "events.jsonl").write_text(
+        json.dumps({"event": "worker_failed", "time": 1.0, "rank": 0, "cause": cause}) + "\n"
+    )
     reason = size_search._reason(code, RunDirectory(tmp_path))
     assert type(reason) is kind and str(reason) == cause
 
@@ -130,6 +132,7 @@ def test_the_end_of_the_workers_says_why_a_size_does_not_fit(code, cause, kind, 
 def test_another_failure_is_raised(tmp_path):
     event = {
         "event": "worker_failed",
+        "time": 1.0,
         "rank": 0,
         "cause": "rank 0 failed with ValueError: no",
         "traceback": "Traceback",
