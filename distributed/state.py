@@ -148,9 +148,9 @@ class TrainState:
     Attributes:
         step: the number of optimizer updates done.
         epoch: the number of epochs finished.
-        samples_in_epoch: the data cursor: the number of global samples of the current epoch that were used.
+        samples_in_epoch: the number of global samples of the current epoch that were used.
         samples_seen: the number of global samples that were used.
-        cursor: the place of a stream, see `ShardedData.cursor`.
+        cursor: where a stream of data stands in the epoch, see `ShardedData.cursor`. None for other data.
         data_version: the version of the order of the samples, see `data.epoch_order`. It stays the same for a run, whichever
             version of the package continues it.
         stop_reason: why training ended early, such as "max_steps", "early_stopping" or "signal 15".

@@ -447,7 +447,10 @@ class Trainer:
 
     @property
     def callbacks(self) -> list[Callback]:
-        """The list of callbacks. Callbacks may be added to it before `fit`."""
+        """The callbacks of the next `fit`, in the order in which their hooks are called.
+
+        Add a callback to the list, or assign another list, before `fit` and on every rank.
+        """
         return self.setup.callbacks
 
     @callbacks.setter

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from distributed.callbacks import AVERAGED_WEIGHTS, COUNTS, GRADIENTS, SAMPLES, Callback
+from distributed.callbacks import AVERAGED_WEIGHTS, COUNTS, GRADIENTS, SAMPLES, AveragedWeights, Callback
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
@@ -30,6 +30,7 @@ from distributed.state import (
 
 if TYPE_CHECKING:
     from distributed.backends.effects import Need
+    from distributed.backends.own_steps import OwnSteps
     from distributed.backends.world import World
 
 OptionsT = TypeVar("OptionsT")
@@ -170,9 +171,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.batch_dependent: Sequence[str] = ()
         # Whether there is a schedule that counts updates or epochs (see `scheduler_interval`). Set by `prepare`.
         self.has_schedule = False
-        # An `AveragedWeights`, set by `prepare` unless `refuses_callbacks` refuses it.
-        self.averaged_weights: Any = None
-        self.own_steps: Any = None  # an `OwnSteps`, set by `prepare` for a job with `is_own_loop`
+        self.averaged_weights: AveragedWeights | None = None  # set by `prepare` unless `refuses_callbacks` refuses it
+        self.own_steps: OwnSteps | None = None  # set by `prepare` for a job with `is_own_loop`
         self.before_update: Sequence[Callable[[], None]] = ()  # called when the gradients of an update are complete
         self.job = Job(None)  # what is trained, see `configure`
         self.run_dir: Path | None = None  # directory for an engine's own files, see `configure`

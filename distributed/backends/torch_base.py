@@ -27,8 +27,9 @@ from distributed.state import DataRole, Job, MicroBatch, StepResult, Sums, Updat
 if TYPE_CHECKING:
     import torch
 
+    from distributed.backends._torch.averaged_weights import AveragedTensors
     from distributed.backends._torch.averages import Averages
-    from distributed.backends._torch.collating import Reading
+    from distributed.backends._torch.collating import Batching
     from distributed.backends._torch.frozen import FrozenPart
     from distributed.backends._torch.generating import Generation
     from distributed.backends._torch.objective import Loss
@@ -71,12 +72,13 @@ class TorchBackend(Backend[OptionsT]):
     refuses_own_loop: ClassVar[str] = ""
     refuses_keras: ClassVar[str] = ""  # why Keras models do not work under this engine; empty if they do
     other_keras: ClassVar[str] = "choose another backend"  # advice for Keras models on another engine than torch
+    averaged_weights: AveragedTensors
     world: TorchWorld
     observer: TorchObserver
     measured: Measured
     passes: Passes
     update: Update | SeveralUpdate
-    _reading: Reading  # how samples become batches, set by `setup`
+    _batching: Batching  # how samples become batches, set by `setup`
 
     def __init__(self, merged: MergedConfig, options: OptionsT, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)
@@ -110,7 +112,7 @@ class TorchBackend(Backend[OptionsT]):
     def setup(self) -> WorkerContext:
         import torch
 
-        from distributed.backends._torch.collating import Reading
+        from distributed.backends._torch.collating import Batching
         from distributed.backends._torch.generators import OwnGenerators
         from distributed.backends._torch.recomputing import is_recomputing
 
@@ -123,7 +125,7 @@ class TorchBackend(Backend[OptionsT]):
             torch.cuda.set_device(self.device)
         self.generators = OwnGenerators(self.device)
         options: DataOptions = self.config.options("data")
-        self._reading = Reading.of(self.job, removes_columns=options.remove_unused_columns)
+        self._batching = Batching.of(self.job, removes_columns=options.remove_unused_columns)
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -146,7 +148,7 @@ class TorchBackend(Backend[OptionsT]):
 
         sharded = shard(
             data, batch=batch, context=self.context, config=self.config, options=self.config.options("data"), role=role,
-            reduce=self.world.reduce, reading=self._reading,
+            reduce=self.world.reduce, batching=self._batching,
         )  # fmt: skip
         self._first_data = self._first_data or sharded
         return sharded
@@ -164,7 +166,7 @@ class TorchBackend(Backend[OptionsT]):
         if job.names:
             self.wrapper = self._wrapper_of_several()
         self.plain = self.wrapper.build(job.model)
-        self._reading.columns.read(self.plain, notices.append)
+        self._batching.columns.read(self.plain, notices.append)
         self.kind = kind_of(self.plain, self.context)
         self._check_model(self.kind.model, here=True)
         job = self.kind.with_names_resolved(job)
@@ -248,10 +250,10 @@ class TorchBackend(Backend[OptionsT]):
         self._generation = Generation(self, job) if job.predict_with_generate else None
         objective = self.kind.objective(job, self._notice)
         if job.is_own_loop:
-            from distributed.backends._torch.own_steps import OwnPasses, OwnSteps
+            from distributed.backends._torch.own_steps import OwnPasses, TorchOwnSteps
 
             self.passes = passes = OwnPasses(self, objective)
-            self.own_steps = OwnSteps(self, passes)
+            self.own_steps = TorchOwnSteps(self, passes)
         else:
             self.passes = self.kind.passes(self, objective)
         options: DataOptions = self.config.options("data")
@@ -330,14 +332,14 @@ class TorchBackend(Backend[OptionsT]):
     def eval_step(self, micro: MicroBatch) -> StepResult:
         assert self._averages is not None
         with self._evaluating():
-            self.logged.num_samples = micro.num_samples
+            self.logged.weigh(micro.num_samples)
             with self.precision.autocast():
                 # Evaluate the unwrapped model, because a wrapper may broadcast buffers.
                 batch = self.passes.move(micro.batch)
                 loss = self.passes.objective(self.plain, batch)
                 if self._generation is not None:
                     loss = self._generation.replace(loss, batch)
-            self.logged.num_samples = None
+            self.logged.weigh(None)
             return self._averages.of_evaluation(micro, loss)
 
     def predict_step(self, micro: MicroBatch) -> Any:

@@ -174,7 +174,11 @@ class Callback:
 
     @property
     def context(self) -> FitContext:
-        """The objects that a hook may use. Raises ConfigError outside of `fit`."""
+        """The objects that a hook may use, the same during a whole fit.
+
+        Raises:
+            ConfigError: no `fit` runs.
+        """
         if self.__context is None:
             raise ConfigError(
                 f"{type(self).__name__}.context is only available while fit() runs: use it in a hook, such as on_train_start"
@@ -193,66 +197,115 @@ class Callback:
         return before
 
     def on_train_start(self, state: TrainState) -> None:
-        """Called before the first step of this attempt."""
+        """Run before the first step of this attempt.
+
+        Args:
+            state: the state of training, after a checkpoint was loaded.
+        """
 
     def on_epoch_start(self, state: TrainState) -> None:
-        """Called before the first update of each epoch, and before the first update of a run that resumes inside an epoch."""
+        """Run before the first update of each epoch, and before the first update of a run that resumes inside an epoch.
+
+        Args:
+            state: the state of training.
+        """
 
     def on_before_update(self, state: TrainState) -> None:
-        """Called before each update: the gradients of all ranks are averaged and unscaled, and not yet clipped.
+        """Run before each update. The gradients of all ranks are averaged and unscaled, and not yet clipped.
 
         `context.model` has them in the attribute `grad` of its parameters. A parameter whose `grad` is set to None is left out of
-        the update. With `fsdp`, each rank holds a shard of each gradient. `state.step` counts the updates before this one.
+        the update. With `fsdp`, each rank holds a shard of each gradient.
+
+        Args:
+            state: the state of training. `state.step` is the number of updates before this one.
         """
 
     def on_step_end(self, state: TrainState, result: StepResult) -> None:
-        """Called after each update. `result` holds device scalars: reading one waits for the device."""
+        """Run after each update.
+
+        Args:
+            state: the state of training after the update.
+            result: what the step has measured on this rank, as scalars on the device. Reading one waits for the device.
+        """
 
     def on_log(self, state: TrainState, split: str, metrics: Mapping[str, float]) -> None:
-        """Called every `log_every_n_steps` updates (split "train") and after validation (split "val").
+        """Run every `log_every_n_steps` updates, and after each validation.
 
-        `metrics` are floats, averaged over all ranks.
+        Args:
+            state: the state of training.
+            split: "train" for values of training, "val" for those of a validation.
+            metrics: name -> value, over all ranks.
         """
 
     def on_times(self, state: TrainState, seconds: Mapping[str, float]) -> None:
-        """Called after each `on_log` of split "train".
+        """Run after each `on_log` of split "train".
 
-        `seconds` has the time that each part of an update took (see `TimeSplit.take`).
+        Args:
+            state: the state of training.
+            seconds: the time that each part of an update took (see `TimeSplit.take`).
         """
 
     def on_epoch_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """Called after each epoch and its validation.
+        """Run after each epoch and its validation.
 
-        `metrics` is the row of the epoch: means over training, and validation metrics with the prefix `val_`. The latter are
-        missing if `validate_every_n_steps` or `validate_every_s` is set, because validations then do not follow the epochs.
+        Args:
+            state: the state of training.
+            metrics: the row of the epoch: means over training, and validation metrics with the prefix `val_`. The latter are
+                missing if `validate_every_n_steps` or `validate_every_s` is set, because validations then do not follow the epochs.
         """
 
     def on_validation_start(self, state: TrainState) -> None:
-        """Called before each validation: after an epoch, or when `validate_every_n_steps` or `validate_every_s` says so."""
+        """Run before each validation: after an epoch, or when `validate_every_n_steps` or `validate_every_s` says so.
+
+        Args:
+            state: the state of training.
+        """
 
     def on_validation_end(self, state: TrainState, metrics: Mapping[str, float]) -> None:
-        """Called after each validation, and before `on_epoch_end` if the epoch ends there.
+        """Run after each validation, and before `on_epoch_end` if the epoch ends there.
 
-        `metrics` is the row of the validation: means over the training of the epoch so far, and the metrics of each
-        validation set with its prefix (`val_`, or `val_NAME_` for a set with a name). It is empty if a signal ended the
-        validation early. No checkpoint is saved between `on_validation_start` and `on_validation_end`.
+        No checkpoint is saved between `on_validation_start` and `on_validation_end`.
+
+        Args:
+            state: the state of training.
+            metrics: the row of the validation: means over the training of the epoch so far, and the metrics of each validation
+                set with its prefix (`val_`, or `val_NAME_` for a set with a name). Empty if a signal ended the validation early.
         """
 
     def on_checkpoint(self, state: TrainState, path: Path) -> None:
-        """Called after a checkpoint was committed to `path`."""
+        """Run after a checkpoint was saved.
+
+        Args:
+            state: the state of training that was saved.
+            path: the directory of the checkpoint.
+        """
 
     def on_train_end(self, state: TrainState) -> None:
-        """Called after the last step and its checkpoint. `stop` has no effect here and logs a warning."""
+        """Run after the last step and its checkpoint. `context.stop` has no effect here and logs a warning.
+
+        Args:
+            state: the state of training at its end.
+        """
 
     def on_error(self, state: TrainState, error: BaseException) -> None:
-        """Called when training ends with `error`. Other ranks may be gone, so call no collective."""
+        """Run when training ends with an error. Other ranks may be gone, so call no collective.
+
+        Args:
+            state: the state of training after the last update.
+            error: what ended training.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to store in the checkpoint. Called on every rank; the main process's is stored.
 
-        It may hold plain values, containers of them, NumPy arrays and torch tensors. `load_state_dict` gets tensors on the CPU.
+        Returns:
+            Plain values, containers of them, NumPy arrays and torch tensors, by name.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the state of a checkpoint. Called on every rank.
+
+        Args:
+            state: what `state_dict` returned on the main process, with tensors on the CPU.
+        """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.callbacks.base import Callback
 from distributed.errors import ConfigError
 from distributed.metrics.direction import is_larger_better
+from distributed.metrics.of_keras import keras_classes
 
 if TYPE_CHECKING:
     from distributed.state import StepResult, TrainState
@@ -62,14 +63,12 @@ def _wrapped(callback: Any) -> KerasCallback:
 
 def _kinds(value: Any) -> list[str]:
     """Return the names of the Keras callback classes of `value`, the most derived first. Empty if it is no callback of Keras."""
-    kinds = [cls.__name__ for cls in type(value).__mro__ if cls.__module__.startswith("keras.")]
+    kinds = [cls.__name__ for cls in keras_classes(value)]
     return kinds if "Callback" in kinds or "CallbackList" in kinds else []
 
 
 def _overrides(callback: Any, hook: str) -> bool:
-    base = next(
-        cls for cls in type(callback).__mro__ if cls.__name__ == "Callback" and cls.__module__.startswith("keras.")
-    )
+    base = next(cls for cls in keras_classes(callback) if cls.__name__ == "Callback")
     return hook in vars(callback) or getattr(type(callback), hook) is not getattr(base, hook)
 
 

@@ -47,7 +47,7 @@ class Manifest:
     step: int
     epoch: int
     samples_seen: int
-    samples_in_epoch: int  # the data cursor: number of global samples of the current epoch that were used
+    samples_in_epoch: int  # number of global samples of the current epoch that were used
     backend: str
     world_size: int
     sequence: int  # number of the save in its directory; a later save has a higher one, even at an earlier step

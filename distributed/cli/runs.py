@@ -22,7 +22,7 @@ from distributed.loggers.wording import duration, epoch_line, middle_cut, number
 from distributed.runs.deleting import check_deletable, delete_run, kept_elsewhere, size_of
 from distributed.runs.directory import RunDirectory
 from distributed.runs.listing import UNREADABLE, RunState, list_runs, read_state_of
-from distributed.runs.selecting import Condition, in_order, select
+from distributed.runs.selecting import RunFilter, in_order, select
 
 _WIDTH = 80
 _SHORTEST_NAME = 12
@@ -82,7 +82,7 @@ def runs(
     if delete and as_json:
         raise ConfigError("--delete and --json exclude each other: list with --json first, then delete")
     chosen = _chosen(
-        directories or [Path("runs")], [Condition.of(text) for text in where or ()], sort, is_reversed, limit
+        directories or [Path("runs")], [RunFilter.of(text) for text in where or ()], sort, is_reversed, limit
     )
     if as_json:
         print(json.dumps([_as_json(run) for run in chosen], indent=1))
@@ -114,7 +114,7 @@ def _print_table(found: Sequence[RunState], metric: str = "") -> None:
 
 
 def _chosen(
-    directories: Sequence[Path], conditions: Sequence[Condition], sort: str, is_reversed: bool, limit: int | None
+    directories: Sequence[Path], conditions: Sequence[RunFilter], sort: str, is_reversed: bool, limit: int | None
 ) -> list[RunState]:
     found: dict[Path, RunState] = {}
     for directory in directories:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks import Callback
 from distributed.checkpoints.durable import replace_text
+from distributed.config.kinds import NUMBER, check_kinds, list_of
+from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from distributed.errors import ConfigError
 from distributed.finders.curve import Divergence, LearningRateCurve
 from distributed.finders.setups import check_unused, finder_setup
@@ -154,10 +156,11 @@ def _begin(directory: Path, rates: RateRange, *, goes_on: bool) -> list[float] |
     """Return the losses of an earlier attempt with the same range; else make room for a fit. Main process."""
     if goes_on:
         try:
-            kept = json.loads((directory / _FILE).read_text())
+            kept = parse_json(read_bytes(directory / _FILE, MAX_JSON_BYTES))
+            check_kinds(kept, {"losses": list_of(NUMBER)})
         except (OSError, ValueError):
             kept = {}
-        if kept.get("request") == dataclasses.asdict(rates):
+        if kept.get("request") == dataclasses.asdict(rates) and "losses" in kept:
             losses: list[float] = kept["losses"]
             return losses
     if (directory / "config.yaml").exists():  # left by an attempt that did not finish

@@ -1,1 +1,1 @@
-"""Starts worker processes, watches them, and makes a process a worker; what is checked before a start belongs in `launcher`."""
+"""Start worker processes, watch them, and make a process a worker; what is checked before a start belongs in `launcher`."""

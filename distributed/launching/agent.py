@@ -88,8 +88,8 @@ class ForkAgent(SimpleElasticAgent):
     def _take(self, message: Mapping[str, Any]) -> None:
         """Take a message of the launcher or of a worker. May be called from any thread."""
         if message["op"] == "exit":
-            place = self._board.place(message["local_rank"])
-            message = {**message, "place": (place.fit, place.step)}
+            progress = self._board.progress(message["local_rank"])
+            message = {**message, "place": (progress.fit, progress.step)}
         self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls

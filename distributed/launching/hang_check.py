@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distributed.launching.causes import Failure
 from distributed.launching.hangs import HangWatch, Suspects, culprit
-from distributed.launching.pulse import Board, Place
+from distributed.launching.pulse import Board, Progress
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stacks import collect, place_in_script, seen_from_outside, waits, why_silent
 from distributed.loggers.console import Display
@@ -22,7 +22,7 @@ class HangCheck:
     Args:
         request: the request, which has `hang_timeout`.
         run: the run directory, in which the stacks are kept.
-        display: shows that workers stand still without a cause on this node.
+        display: shows that workers stand still because of another node.
         board: what the workers say.
         node: the name of this node, if there are several.
         ask: asks all workers for their stacks.
@@ -39,7 +39,8 @@ class HangCheck:
         """Begin an attempt."""
         self._watch = HangWatch(self._request.hang_timeout or 0.0)
         self._looked = time.monotonic()
-        self._undecided = -1  # count of the place at which workers stood still without a cause on this node
+        # `beats` of the workers that stood still last without a cause on this node. They are reported once.
+        self._undecided = -1
 
     def find(self, ranks: Mapping[int, int]) -> Failure | None:
         """Return the failure of a worker that hangs, or None. `ranks` has the ranks of the workers to look at, by local rank."""
@@ -49,9 +50,9 @@ class HangCheck:
         # This process may have been stopped together with the workers, and did not watch them in that time.
         seconds = min(now - self._looked, 2 * self._request.monitor_interval + 1.0)
         self._looked = now
-        places = {index: self._board.place(index) for index in ranks}
-        suspects = self._watch.look(places, seconds)
-        if suspects is None or suspects.place.beats == self._undecided:
+        all_progress = {index: self._board.progress(index) for index in ranks}
+        suspects = self._watch.look(all_progress, seconds)
+        if suspects is None or suspects.progress.beats == self._undecided:
             return None
         return self._judge(suspects, ranks, f"hang_timeout={self._request.hang_timeout:g}")
 
@@ -61,45 +62,45 @@ class HangCheck:
         suspects = self._watch.standing(ranks, limit_s) if self._request.hang_timeout else None
         if suspects is None:
             return None
-        return self._judge(suspects, ranks, f"timeout_s={suspects.place.timeout_s or limit_s:g}")
+        return self._judge(suspects, ranks, f"timeout_s={suspects.progress.timeout_s or limit_s:g}")
 
     def _judge(self, suspects: Suspects, ranks: Mapping[int, int], limit: str) -> Failure | None:
         """Ask for the stacks, keep them, and name the worker that hangs. `limit` is the setting that it has exceeded."""
-        places = {index: self._board.place(index) for index in ranks}
-        stacks = collect(self._board, {index: place.pid for index, place in places.items()}, self._ask)
-        kept = f"stacks are in {self._keep(stacks, places, ranks)}"
+        all_progress = {index: self._board.progress(index) for index in ranks}
+        stacks = collect(self._board, {index: progress.pid for index, progress in all_progress.items()}, self._ask)
+        kept = f"stacks are in {self._keep(stacks, all_progress, ranks)}"
         silent = [index for index, text in stacks.items() if not text]
         waiting, is_alone = [index for index, text in stacks.items() if waits(text)], self._request.num_nodes == 1
-        where = f"{suspects.place.words}: no progress for {suspects.still_s:.0f} s ({limit})"
+        where = f"{suspects.progress.words}: no progress for {suspects.still_s:.0f} s ({limit})"
         found = culprit(suspects, silent, waiting, is_alone=is_alone)
         if found is not None:
             script = place_in_script(stacks[found])
-            why = why_silent(places[found].pid) or (script and f"it is at {script}")
+            why = why_silent(all_progress[found].pid) or (script and f"it is at {script}")
             text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
-            return _failure(ranks[found], text, suspects.place)
+            return _failure(ranks[found], text, suspects.progress)
         names, is_one = ", ".join(str(ranks[index]) for index in suspects.keys), len(suspects.keys) == 1
         stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
             text = f"{stand}, and none of them could be singled out as the cause; {kept}"
-            return _failure(ranks[suspects.keys[0]], text, suspects.place)
-        self._undecided = suspects.place.beats
+            return _failure(ranks[suspects.keys[0]], text, suspects.progress)
+        self._undecided = suspects.progress.beats
         text = f"{stand}, perhaps because of a rank on another node; {kept}"
         self._display.handle({"kind": "notice", "text": text})
         return None
 
-    def _keep(self, stacks: Mapping[int, str], places: Mapping[int, Place], ranks: Mapping[int, int]) -> Path:
+    def _keep(self, stacks: Mapping[int, str], all_progress: Mapping[int, Progress], ranks: Mapping[int, int]) -> Path:
         """Write the stacks of each rank into a new directory of the run, and return the directory."""
         directory = self._run.logs / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
         with contextlib.suppress(OSError):  # with a full disk, the hang is still named
             directory.mkdir(parents=True, exist_ok=True)
             for index, text in stacks.items():
-                head = f"rank {ranks[index]}{self._node}, process {places[index].pid}: {places[index].words}\n\n"
-                (directory / f"rank-{ranks[index]}.txt").write_text(head + (text or _instead(places[index].pid)))
+                head = f"rank {ranks[index]}{self._node}, process {all_progress[index].pid}: {all_progress[index].words}\n\n"
+                (directory / f"rank-{ranks[index]}.txt").write_text(head + (text or _instead(all_progress[index].pid)))
         return directory
 
 
-def _failure(rank: int, text: str, place: Place) -> Failure:
-    return Failure(rank, "hang", time.time(), message=text, place=(place.fit, place.step))
+def _failure(rank: int, text: str, progress: Progress) -> Failure:
+    return Failure(rank, "hang", time.time(), message=text, place=(progress.fit, progress.step))
 
 
 def _instead(pid: int) -> str:

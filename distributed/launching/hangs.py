@@ -1,4 +1,4 @@
-"""Decide from the places of the workers of one node whether a worker hangs, and which one. Depends on no clock and no process."""
+"""Decide from the progress of the workers of one node whether a worker hangs, and which one. Depends on no clock and no process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from distributed.launching.pulse import Phase, Place
+from distributed.launching.pulse import Phase, Progress
 
 SLOW = 10  # how much longer than `hang_timeout` a part of training may take that is slow by its nature
 _STEPS = 5  # how many times as long as the median update a part of an update may take
@@ -18,39 +18,39 @@ _KEPT = 31  # durations of updates for the median
 
 @dataclasses.dataclass
 class _Seen:
-    """The place in which a worker was seen last, and since when: how long the agent has watched it there."""
+    """The newest progress of a worker, and for how long the agent has seen no change."""
 
-    place: Place
+    progress: Progress
     still_s: float = 0.0
     step_s: float = 0.0  # since the step has changed
 
 
 @dataclasses.dataclass(frozen=True)
 class Suspects:
-    """Workers that stand still, and for which all others wait, unless they wait for another node themselves.
+    """Workers that stand still while all others wait for them. They may in turn wait for another node.
 
     Attributes:
-        keys: the keys of the workers; several if they stand at the same place.
-        place: where they stand.
-        still_s: for how many seconds.
-        are_behind: whether another worker of this node is further.
+        keys: the keys of the workers; several if they have made the same progress.
+        progress: where they are in training.
+        still_s: for how many seconds they have made no progress.
+        has_others_ahead: whether another worker of this node has made more progress.
     """
 
     keys: tuple[int, ...]
-    place: Place
+    progress: Progress
     still_s: float
-    are_behind: bool
+    has_others_ahead: bool
 
 
 class HangWatch:
-    """Watch the places of the workers of an attempt.
+    """Watch the progress of the workers of an attempt.
 
-    The ranks of a training wait for each other in each update. If one hangs, all stand still soon. The one to name is the one that
-    is the least far: the others wait for it. A worker that is outside of a fit never hangs, because its script may do anything.
+    The ranks of a training wait for each other in each update. If one hangs, all stand still soon. The rank with the least progress
+    is the one for which the others wait. A worker that is outside of a fit never hangs, because its script may do anything.
 
     Args:
-        hang_timeout: seconds that a part of an update may take. What is slow by its nature, such as a save, may take `SLOW` times as
-            long. If updates take long, everything may take longer.
+        hang_timeout: seconds that a part of an update may take. A part of training that is slow by its nature, such as a save, may
+            take `SLOW` times as long. Both limits rise if updates take long.
     """
 
     def __init__(self, hang_timeout: float) -> None:
@@ -58,65 +58,69 @@ class HangWatch:
         self._seen: dict[int, _Seen] = {}
         self._durations: collections.deque[float] = collections.deque(maxlen=_KEPT)
 
-    def look(self, places: Mapping[int, Place], seconds: float) -> Suspects | None:
+    def look(self, all_progress: Mapping[int, Progress], seconds: float) -> Suspects | None:
         """Return the workers that hang, or None.
 
         Args:
-            places: where the workers are that have not ended, by any key.
+            all_progress: the progress of the workers that have not ended, by any key.
             seconds: how long the agent has watched since the last look.
         """
-        self._seen = {key: self._follow(key, place, seconds) for key, place in places.items()}
+        self._seen = {key: self._follow(key, progress, seconds) for key, progress in all_progress.items()}
         if not self._seen:
             return None
-        least = min(seen.place.beats for seen in self._seen.values())
-        behind = {key: seen for key, seen in self._seen.items() if seen.place.beats == least}
+        least = min(seen.progress.beats for seen in self._seen.values())
+        behind = {key: seen for key, seen in self._seen.items() if seen.progress.beats == least}
         still_s = min(seen.still_s for seen in behind.values())
-        if still_s < max(self._limit_of(seen.place) for seen in behind.values()):
+        if still_s < max(self._limit_of(seen.progress) for seen in behind.values()):
             return None
-        place = next(iter(behind.values())).place
-        return Suspects(tuple(behind), place, still_s, self._is_behind(place))
+        progress = next(iter(behind.values())).progress
+        return Suspects(tuple(behind), progress, still_s, self._is_another_ahead(progress))
 
     def standing(self, keys: Collection[int], timeout_s: float) -> Suspects | None:
-        """Return those of the workers `keys` that have stood still for the time limit of collectives and are the least far, or None.
+        """Return the workers with the least progress of those that have stood still for the time limit of collectives, or None.
 
-        The others have failed because they have waited for so long. `timeout_s` is the limit of workers that have not said theirs.
+        The others have failed because they have waited for that long.
+
+        Args:
+            keys: the workers to look at.
+            timeout_s: the limit in seconds of workers that have not written theirs.
         """
         watched = {key: seen for key, seen in self._seen.items() if key in keys}
         still = {
-            key: seen for key, seen in watched.items() if seen.still_s >= _MOST * (seen.place.timeout_s or timeout_s)
+            key: seen for key, seen in watched.items() if seen.still_s >= _MOST * (seen.progress.timeout_s or timeout_s)
         }
         if not still:
             return None
-        least = min(still.values(), key=lambda seen: seen.place.beats)
-        found = tuple(key for key, seen in still.items() if seen.place.beats == least.place.beats)
-        return Suspects(found, least.place, least.still_s, self._is_behind(least.place))
+        least = min(still.values(), key=lambda seen: seen.progress.beats)
+        found = tuple(key for key, seen in still.items() if seen.progress.beats == least.progress.beats)
+        return Suspects(found, least.progress, least.still_s, self._is_another_ahead(least.progress))
 
-    def _is_behind(self, place: Place) -> bool:
-        return any(seen.place.beats > place.beats for seen in self._seen.values())
+    def _is_another_ahead(self, progress: Progress) -> bool:
+        return any(seen.progress.beats > progress.beats for seen in self._seen.values())
 
-    def _follow(self, key: int, place: Place, seconds: float) -> _Seen:
+    def _follow(self, key: int, progress: Progress, seconds: float) -> _Seen:
         before = self._seen.get(key)
         if before is None:
-            return _Seen(place)
-        has_moved, steps = place.beats != before.place.beats, place.step - before.place.step
+            return _Seen(progress)
+        has_moved, steps = progress.beats != before.progress.beats, progress.step - before.progress.step
         step_s = before.step_s + seconds
-        if steps > 0 and place.fit == before.place.fit and not before.place.is_slow:
+        if steps > 0 and progress.fit == before.progress.fit and not before.progress.is_slow:
             self._durations.append(step_s / steps)
-        is_same_step = steps == 0 and place.fit == before.place.fit
-        return _Seen(place, 0.0 if has_moved else before.still_s + seconds, step_s if is_same_step else 0.0)
+        is_same_step = steps == 0 and progress.fit == before.progress.fit
+        return _Seen(progress, 0.0 if has_moved else before.still_s + seconds, step_s if is_same_step else 0.0)
 
-    def _limit_of(self, place: Place) -> float:
-        if place.phase is Phase.SCRIPT:
+    def _limit_of(self, progress: Progress) -> float:
+        if progress.phase is Phase.SCRIPT:
             return math.inf
         usual_s = statistics.median(self._durations) if self._durations else 0.0
-        return max(self._timeout_s * (SLOW if place.is_slow else 1), _STEPS * usual_s)
+        return max(self._timeout_s * (SLOW if progress.is_slow else 1), _STEPS * usual_s)
 
 
 def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *, is_alone: bool) -> int | None:
     """Return the key of the worker that the others wait for, or None if that cannot be decided.
 
     Args:
-        suspects: the workers at the place that is the least far.
+        suspects: the workers with the least progress.
         silent: the keys of workers that did not answer the request for their stack, because they are stopped or wait for a device.
         waiting: the keys of workers whose stack says that they wait for others.
         is_alone: whether there are no workers on other nodes.
@@ -126,4 +130,4 @@ def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *
     found = [key for key in suspects.keys if key not in waiting]
     if len(found) == 1:
         return found[0]
-    return suspects.keys[0] if len(suspects.keys) == 1 and (suspects.are_behind or is_alone) else None
+    return suspects.keys[0] if len(suspects.keys) == 1 and (suspects.has_others_ahead or is_alone) else None

@@ -51,11 +51,11 @@ STACKS_SIGNAL = signal.SIGQUIT  # makes a worker write the stacks of its threads
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a worker is.
+class Progress:
+    """How far a worker is in training.
 
     Attributes:
-        beats: how often the worker has said where it is, in all fits. It is higher the further the worker is.
+        beats: how often the worker has written its progress, in all fits. The rank with the least is the one for which others wait.
         fit: the number of fits that the worker has begun.
         step: the update that it makes or has just made, from 1, or 0 before the first one.
         phase: what it does.
@@ -74,7 +74,7 @@ class Place:
 
     @property
     def words(self) -> str:
-        """The place as messages name it."""
+        """The progress as messages name it."""
         return f"in step {self.step} ({self.phase.words})" if self.step else f"before step 1 ({self.phase.words})"
 
 
@@ -120,13 +120,13 @@ class Pulse:
         _CHANGE.pack_into(self._slot, 0, self._beats, step, phase, is_slow)
 
     @property
-    def place(self) -> Place:
-        """Where this process is."""
-        return place_in(self._slot)
+    def progress(self) -> Progress:
+        """The progress of this process."""
+        return progress_in(self._slot)
 
 
 class Board:
-    """Shared memory with the places of workers, and files for their stacks.
+    """Shared memory with the progress of workers, and files for their stacks.
 
     Args:
         num_workers: the number of workers.
@@ -149,9 +149,9 @@ class Board:
         size = SLOT_BYTES // 8
         return self._slots[index * size : (index + 1) * size]
 
-    def place(self, index: int) -> Place:
-        """Return where a worker is, or was when it ended."""
-        return place_in(self._slot(index))
+    def progress(self, index: int) -> Progress:
+        """Return the progress of a worker, also after its end."""
+        return progress_in(self._slot(index))
 
     def clear(self) -> None:
         """Forget all workers, before the next ones start."""
@@ -173,12 +173,12 @@ def _unnamed_file() -> int:
         return os.dup(file.fileno())
 
 
-def place_in(slot: memoryview) -> Place:
-    """Return the place that a worker has written into `slot`."""
+def progress_in(slot: memoryview) -> Progress:
+    """Return the progress that a worker has written into `slot`."""
     beats, step, phase, is_slow, fit, first, compiles, timeout_ms, pid = slot.tolist()
     is_fresh = step - first <= _NUM_FRESH
     is_compiling = compiles and phase == Phase.TRAINING
-    return Place(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), timeout_ms / 1000, pid)
+    return Progress(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), timeout_ms / 1000, pid)
 
 
 _pulse = Pulse()

@@ -58,7 +58,10 @@ def _state_of(pid: int) -> str:
 
 
 def seen_from_outside(pid: int) -> str:
-    """Return the stacks of a process that does not answer, as py-spy shows them, or "" if it is not installed or may not."""
+    """Return the stacks of a process that does not answer, as py-spy shows them.
+
+    Return "" if py-spy is not installed or may not read the process.
+    """
     found = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if found is None:
         return ""

@@ -177,7 +177,7 @@ def _failed(error: BaseException, on_event: OnEvent) -> int:
         "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
         "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
-        "place": [(at := pulse().place).fit, at.step],
+        "place": [(at := pulse().progress).fit, at.step],
     })  # fmt: skip
     return code
 

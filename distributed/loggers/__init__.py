@@ -20,9 +20,13 @@ def __getattr__(name: str) -> Any:
 
 
 def mlflow_run_id(run_dir: str | os.PathLike[str]) -> str | None:
-    """Return the id of the MLflow run that the run at `run_dir` is logged to.
+    """Return the id of the MLflow run to which a run is logged. Any process may call it.
 
-    Return None if the run is not logged to MLflow, or if MLflow has not answered yet.
+    Args:
+        run_dir: the run directory, such as `history.run_dir`.
+
+    Returns:
+        The id. None if the run is not logged to MLflow, or if MLflow has not answered yet.
     """
     from distributed.loggers._mlflow.spool import RunRecord
 

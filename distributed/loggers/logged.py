@@ -42,8 +42,7 @@ class Logged:
 
     def __init__(self, *, reserves: bool = True) -> None:
         self._reserves = reserves
-        # The samples of the micro-batch whose step runs, None outside of a step. With 0 nothing is kept.
-        self.num_samples: int | None = None
+        self._num_samples: int | None = None
         self.is_repeated: Callable[[], bool] = lambda: (
             False
         )  # whether the code that logs runs a second time, set by the engine
@@ -69,7 +68,7 @@ class Logged:
         Media are dropped unless it `takes_media`. `earlier` has the numbers of media that an earlier fit of the run has recorded, by
         full name and step.
         """
-        self.num_samples, self._pending, self._reductions = None, [], {}
+        self._num_samples, self._pending, self._reductions = None, [], {}
         self._media, self._numbers = [], Counter(earlier)
         self._rank, self._taken, self._takes_media = rank, frozenset(taken), takes_media
 
@@ -94,6 +93,18 @@ class Logged:
             vars(self).update(before)
 
     @property
+    def num_samples(self) -> int | None:
+        """The samples of the micro-batch whose step runs, or None outside of a step."""
+        return self._num_samples
+
+    def weigh(self, num_samples: int | None) -> None:
+        """Weigh what is logged from now on with `num_samples`, those of the micro-batch whose step begins. With 0 nothing is kept.
+
+        None ends the step. Each value that is logged outside of a step counts once.
+        """
+        self._num_samples = num_samples
+
+    @property
     def is_pending(self) -> bool:
         """Return whether something was logged that no result holds, or that is not recorded yet."""
         return bool(self._pending) or bool(self._media)
@@ -104,7 +115,7 @@ class Logged:
             raise ConfigError(f"log({name!r}, ...) {self._refusal}")
         if self._reductions.get(name) != reduce:
             self._check(name, reduce)
-        if self.num_samples == 0 or self.is_repeated():  # a sample that is run again counts elsewhere
+        if self._num_samples == 0 or self.is_repeated():  # a sample that is run again counts elsewhere
             return
         if isinstance(value, Media):
             self._hold(name, value, reduce, on_every_rank)
@@ -113,7 +124,7 @@ class Logged:
         self._reductions[name] = reduce
         key = f"{name}/rank_{self._rank}" if on_every_rank else name
         if reduce == "mean":
-            weight = float(1 if self.num_samples is None else self.num_samples)
+            weight = float(1 if self._num_samples is None else self._num_samples)
             self._pending.append((key, number, weight, weight))
         else:
             self._pending.append((key + (SUM if reduce == "sum" else MAX), number, 1.0, 1.0))
@@ -189,11 +200,11 @@ class Logged:
     @contextlib.contextmanager
     def ignoring(self) -> Iterator[None]:
         """Keep nothing of what is logged inside the `with` block."""
-        self.num_samples = 0
+        self._num_samples = 0
         try:
             yield
         finally:
-            self.num_samples = None
+            self._num_samples = None
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:

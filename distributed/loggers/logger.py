@@ -46,23 +46,41 @@ class Logger:
     """
 
     def check(self) -> None:
-        """Called in every process before training. Raise ResourceError if a library is missing, with the command that installs it."""
+        """Check that the logger can be used. Called in every process before training.
+
+        Raises:
+            ResourceError: a library is missing. Name the command that installs it.
+        """
 
     def open(self, run: LoggedRun) -> None:
-        """Called before anything is logged, and again in each further attempt or `fit`."""
+        """Open the log of a run. Called before anything is logged, and again in each further attempt or `fit`.
+
+        Args:
+            run: facts about the run.
+        """
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called with values of step `step`, reduced over all ranks, under the names of `History` (`loss`, `val_loss`).
+        """Log values of one step. A name and step that were logged once are not logged again when a run is resumed.
 
-        The names `time/step_s` and so on are the seconds of the parts of an update. A name and step that were logged once
-        are not logged again when a run is resumed.
+        Args:
+            step: the number of updates done.
+            metrics: name -> value over all ranks, under the names of `History` (`loss`, `val_loss`). The names `time/step_s` and
+                so on are the seconds of the parts of an update.
         """
 
     def log_media(self, media: LoggedMedia) -> None:
-        """Called with an image, a text, a table, audio or a figure. `media.path` is the absolute path of its file."""
+        """Log an image, a text, a table, audio or a figure.
+
+        Args:
+            media: its name, kind and step. `media.path` is the absolute path of its file.
+        """
 
     def close(self, status: str) -> None:
-        """Called at the end with "finished", "interrupted" or "failed". A killed run is not closed, but may be opened again."""
+        """Close the log at the end of the run. A killed run is not closed, but may be opened again.
+
+        Args:
+            status: "finished", "interrupted" or "failed".
+        """
 
 
 def split_loggers(loggers: Any) -> tuple[list[Logger], list[str]]:

@@ -10,6 +10,7 @@ from distributed.config.merging import MergedConfig
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
 from distributed.metrics.direction import is_larger_better
+from distributed.metrics.of_keras import keras_classes
 from distributed.metrics.over_all import OverAll
 
 if TYPE_CHECKING:
@@ -147,8 +148,7 @@ def expected_names(job: Job, prefixes: Sequence[str]) -> list[str] | None:
     """
     # A factory may create a compiled Keras model.
     is_factory = callable(job.model) and not hasattr(job.model, "parameters")
-    is_of_keras = any(cls.__module__.startswith("keras.") for cls in type(job.model).__mro__)
-    if job.training_step is not None or is_factory or is_of_keras:
+    if job.training_step is not None or is_factory or keras_classes(job.model):
         return None
     # Accuracy is reported if the targets are class indices.
     names = [*dict.fromkeys(["loss", "accuracy", *job.metrics])]

@@ -66,9 +66,18 @@ class History:
         return pandas.DataFrame(self.rows)
 
     def plot(self, path: str | None = None) -> Any:
-        """Draw the loss and metric curves over the epochs as a matplotlib figure, and save it to `path` if given.
+        """Draw the curves of the loss and of the metrics over the epochs. Any process may call it.
 
-        Needs matplotlib.
+        Args:
+            path: the file to save the figure to, in the format of its suffix (png, svg, pdf), or None. Only the main process should
+                write it.
+
+        Returns:
+            The matplotlib figure, which a notebook shows as the value of a cell.
+
+        Raises:
+            ResourceError: matplotlib is missing.
+            ConfigError: the suffix is not known.
         """
         from distributed.runs.plotting import plot_history
 

@@ -41,7 +41,7 @@ _FORM = re.compile(rf"\s*([^\s<>=!]+)\s*({'|'.join(_COMPARE)})\s*(.*?)\s*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Condition:
+class RunFilter:
     """A condition on runs, such as `val_loss<0.3`, `status=failed`, `name=digits-*` or `age>30d`."""
 
     text: str
@@ -50,7 +50,7 @@ class Condition:
     value: str
 
     @classmethod
-    def of(cls, text: str) -> Condition:
+    def of(cls, text: str) -> RunFilter:
         """Return the condition that `text` states. Raises ConfigError if it has another form."""
         found = _FORM.fullmatch(text)
         if found is None or not found[3]:
@@ -87,7 +87,7 @@ class Condition:
             raise ConfigError(f"--where {self.text!r}: {self.name} is compared with {form}, not {self.value!r}") from None
 
 
-def select(runs: Sequence[RunState], conditions: Iterable[Condition]) -> list[RunState]:
+def select(runs: Sequence[RunState], conditions: Iterable[RunFilter]) -> list[RunState]:
     """Return the runs that fulfil all `conditions`. Raises ConfigError if a condition names nothing that a run has."""
     chosen = list(runs)
     for condition in conditions:

@@ -15,8 +15,13 @@ from distributed.training.validation import Validation, add, means_of
 TRAINING = "training"  # the loop over the training loader
 
 
-class Turns:
-    """The loops over loaders that have a batch now. What is logged weighs the samples of the newest of these batches."""
+class BatchWeights:
+    """Weigh what the script logs with the samples of the batch that it has now: the newest one, if its loops are nested.
+
+    Args:
+        logged: the values of training.
+        of_validation: the values of the script's validation. Those logged in the loop over the training loader count once each.
+    """
 
     def __init__(self, logged: Logged, of_validation: Logged) -> None:
         self._logged, self._of_validation = logged, of_validation
@@ -28,20 +33,20 @@ class Turns:
         return next(reversed(self._num_samples.values()), None)
 
     def take(self, of_loop: object, num_samples: int) -> None:
-        """Begin the turn of a batch with `num_samples` on this rank, in the place of the last batch of this loop."""
+        """Begin with the next batch of the loop `of_loop`, which has `num_samples` on this rank."""
         self._num_samples.pop(of_loop, None)
         self._num_samples[of_loop] = num_samples
         self._weigh()
 
     def end(self, of_loop: object) -> None:
-        """End the turn of a loop. The batch of the loop around it has its turn again."""
+        """End the loop `of_loop`. The batch of the loop around it counts again."""
         self._num_samples.pop(of_loop, None)
         self._weigh()
 
     def _weigh(self) -> None:
         number, is_training = self.num_samples, next(reversed(self._num_samples), None) == TRAINING
-        self._logged.num_samples = number
-        self._of_validation.num_samples = None if is_training else number
+        self._logged.weigh(number)
+        self._of_validation.weigh(None if is_training else number)
 
 
 class LoggedValidation(Validation):

@@ -18,7 +18,7 @@ from distributed.metrics.monitor import PREFIX
 from distributed.runs.summary import was_interrupted
 from distributed.state import StepResult
 from distributed.training import loop
-from distributed.training.own_logged import TRAINING, LoggedValidation, Turns
+from distributed.training.own_logged import TRAINING, BatchWeights, LoggedValidation
 from distributed.training.session import FitSession, OpenedFit
 from distributed.training.validation import micro_batches
 
@@ -80,6 +80,7 @@ class OwnRun:
     ) -> None:
         self._fits, self._opened, self._leaving = fits, opened, leaving
         self._backend = fits.backend
+        assert fits.backend.own_steps is not None  # `prepare` has set it, because the job says `is_own_loop`
         self.steps = fits.backend.own_steps
         self.model, self.optimizer = self.steps.model, self.steps.optimizer
         self.training_loader = Loader(self, opened.train, loaders[0], is_training=True)
@@ -90,7 +91,7 @@ class OwnRun:
         self.run_dir = opened.run.path.absolute()
         self._run: loop.Run | None = None
         self._validation = LoggedValidation()
-        self._turns = Turns(self._backend.logged, self._validation.logged)
+        self._weights = BatchWeights(self._backend.logged, self._validation.logged)
         self._is_in_epoch = False
         self._is_epoch_read = False  # whether a loop over the training loader has come to the end of this epoch
         self._is_update_open = False  # whether a training batch was given out and its update is not made
@@ -187,7 +188,7 @@ class OwnRun:
                 self._update_batch, self._is_update_open = update_batch, True
                 for index, micro in enumerate(update_batch.micro_batches):
                     batch = steps.enter(index)
-                    self._turns.take(TRAINING, micro.num_samples)
+                    self._weights.take(TRAINING, micro.num_samples)
                     yield batch
                     self._check_turn()
                     steps.leave()
@@ -209,11 +210,11 @@ class OwnRun:
                 if self._run is not None:
                     loop.enter_evaluation(self._run)
                     _leave_if_interrupted(self._run)
-                self._turns.take(this_loop, micro.num_samples)
+                self._weights.take(this_loop, micro.num_samples)
                 with self.steps.evaluating(micro) as batch:
                     yield batch
         finally:
-            self._turns.end(this_loop)
+            self._weights.end(this_loop)
             self._enter_script()
 
     def _check_turn(self) -> None:
@@ -222,7 +223,7 @@ class OwnRun:
 
     def _leave(self) -> None:
         self.steps.leave()
-        self._turns.end(TRAINING)
+        self._weights.end(TRAINING)
         self._is_update_open = False
         self._enter_script()
 
@@ -279,7 +280,7 @@ class OwnRun:
 
     def gather(self, tensor: Any) -> Any:
         """Return the rows of all ranks. A collective."""
-        return self.steps.gather(tensor, self._turns.num_samples)
+        return self.steps.gather(tensor, self._weights.num_samples)
 
     def save(self, path: Path | None) -> Path:
         """Save a checkpoint into the run, or into `path`. A collective."""

@@ -15,13 +15,13 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from distributed.backends.base import Backend, ShardedData, check_callbacks
 from distributed.backends.effects import Situation, lines_of, without_effect
 from distributed.backends.exporting import save_pretrained
 from distributed.backends.out_of_memory import is_out_of_memory, out_of_memory
-from distributed.callbacks import Callback, EarlyStopping, FitContext
+from distributed.callbacks import AveragedWeights, Callback, EarlyStopping, FitContext
 from distributed.callbacks.of_fit import before_update, bound, load_states, states
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.mirror import UPLOAD_FAILED
@@ -305,7 +305,8 @@ class FitSession:
             backend.model, backend.users_optimizer, run.config, fit.run.path.absolute(), run.stop, log=backend.logged.log,
             save=lambda: run.common_step.request(loop.SAVE), evaluate=lambda data: self._evaluate_in(run, data),
             notice=lambda text: self._reporter({"kind": "notice", "text": text}), num_samples=run.train.num_samples,
-            named_parameters=backend.observer.named_parameters, averaged_weights=backend.averaged_weights,
+            named_parameters=backend.observer.named_parameters,
+            averaged_weights=cast(AveragedWeights, backend.averaged_weights),  # `check_callbacks` has refused to use None
             log_rate=backend.logged.log_rate, worker=self.context, observer=backend.observer,
             processing_class=self.setup.job.processing_class,
             updates_per_epoch=run.train.updates_per_epoch,

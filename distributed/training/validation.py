@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.backends.base import Backend, ShardedData
+from distributed.backends.forms import is_array, is_mapping_of_arrays
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
@@ -35,7 +36,7 @@ def sets_of(val_data: Any, metrics: Iterable[str] = ()) -> dict[str, Any]:
     if val_data is None:
         return {}
     _refuse_sequence(val_data)
-    if not isinstance(val_data, Mapping) or (val_data and all(map(_is_array, val_data.values()))):
+    if not isinstance(val_data, Mapping) or is_mapping_of_arrays(val_data):
         return {PREFIX: val_data}
     if not val_data:
         raise ConfigError("val_data={} has no validation set: give {'name': data set}, or drop val_data")
@@ -45,9 +46,9 @@ def sets_of(val_data: Any, metrics: Iterable[str] = ()) -> dict[str, Any]:
                 f"val_data has a validation set called {name!r}: name it with letters, digits, '_', '-' or '.', because its"
                 f" metrics are called {PREFIX}NAME_loss and so on"
             )
-        if data is None or _is_array(data) or isinstance(data, (str, bytes, int, float)):
+        if data is None or is_array(data) or isinstance(data, (str, bytes, int, float)):
             raise ConfigError(
-                f"val_data[{name!r}] is {'an array' if _is_array(data) else repr(data)}, but each value of a dict must be a"
+                f"val_data[{name!r}] is {'an array' if is_array(data) else repr(data)}, but each value of a dict must be a"
                 " data set: give a DataLoader or a dataset, such as TensorDataset(inputs, targets)"
             )
     sets = {f"{PREFIX}{name}_": data for name, data in val_data.items()}
@@ -84,10 +85,6 @@ def _check_names(prefixes: Iterable[str], metrics: Iterable[str]) -> None:
                 raise ConfigError(
                     f"the validation sets {one!r} and {two!r} both report {prefix}{metric}: give one of them another name in val_data"
                 )
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def evaluation_batch(backend: Backend[Any], data: Any, batch_size: int) -> BatchPlan:

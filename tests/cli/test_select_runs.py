@@ -19,7 +19,7 @@ from distributed.errors import ConfigError, ResourceError
 from distributed.runs.deleting import check_deletable, delete_run, kept_elsewhere
 from distributed.runs.directory import RunDirectory
 from distributed.runs.listing import list_runs, read_state_of
-from distributed.runs.selecting import Condition
+from distributed.runs.selecting import RunFilter
 
 CONFIG = """\
 learning_rate: {rate}
@@ -374,4 +374,4 @@ def test_what_a_run_stored_elsewhere_is_named_and_stays(three, tmp_path, capsys)
 
 
 def test_a_condition_keeps_its_text():
-    assert Condition.of(" val_loss <= 0.3 ").operator == "<=" and Condition.of("x=a=b").value == "a=b"
+    assert RunFilter.of(" val_loss <= 0.3 ").operator == "<=" and RunFilter.of("x=a=b").value == "a=b"

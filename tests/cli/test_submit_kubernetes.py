@@ -376,6 +376,19 @@ def test_a_run_is_followed_and_stopped_in_its_namespace(
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("a: [", "it is not YAML"), ("a", "it is not an object"), ("kind: Job\nmetadata: {name: 1}", "it has name=1, which is not a text"),
+     ("kind: Pod\nmetadata: {name: a}", "it does not end with a job, trainjob, rayjob that has a name")],
+)  # fmt: skip
+def test_a_file_of_a_job_that_cannot_be_read_is_one_line(home: Path, kubectl: FakeKubectl, text: str, why: str) -> None:
+    (home / "run" / "job").mkdir(parents=True)
+    (home / "run" / "job" / kubernetes.FILE).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"cannot be read ({why}): submit the run again with --resume")):
+        run(["submit", "status", "run"])
+    assert not kubectl.calls
+
+
 KLOG = 'E1123 17:03:58.633965    1391 memcache.go:265] "Unhandled Error" err="couldn\'t get current server API group list"\n'
 
 

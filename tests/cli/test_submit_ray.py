@@ -149,6 +149,18 @@ def test_a_run_that_was_not_submitted_is_named(here: Path) -> None:
         run(["submit", "logs", "nowhere"])
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("{", "it is not JSON"), ("[]", "it is not an object"), ('{"id": 1}', "it has id=1, which is not a text"),
+     ('{"id": "a"}', "it lacks 'address'")],
+)  # fmt: skip
+def test_a_file_of_a_job_that_cannot_be_read_is_one_line(here: Path, text: str, why: str) -> None:
+    (here / "run" / "job").mkdir(parents=True)
+    (here / "run" / "job" / ray_jobs.FILE).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(f"cannot be read ({why}): submit the run again with --resume")):
+        run(["submit", "status", "run"])
+
+
 @pytest.fixture(scope="module")
 def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a cluster of two CPUs with a dashboard, and yield the address of its Jobs API."""

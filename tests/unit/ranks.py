@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from distributed.backends._torch.collating import PLAIN, Reading
+from distributed.backends._torch.collating import PLAIN, Batching
 from distributed.backends._torch.loading import shard
 from distributed.backends.base import ShardedData
 from distributed.config.data import DataOptions
@@ -60,7 +60,7 @@ def sharded(
     train: bool = True,
     role: DataRole | None = None,
     presharded: bool = False,
-    reading: Reading = PLAIN,
+    batching: Batching = PLAIN,
     **settings: Any,
 ) -> ShardedData:
     """One rank's part of `data`."""
@@ -74,7 +74,7 @@ def sharded(
         options=DataOptions(presharded=presharded),
         role=role or (DataRole.TRAINING if train else DataRole.VALIDATION),
         reduce=reduce,
-        reading=reading,
+        batching=batching,
     )
 
 

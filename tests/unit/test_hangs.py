@@ -15,7 +15,7 @@ from distributed.launching import hang_check
 from distributed.launching.causes import Failure
 from distributed.launching.hang_check import HangCheck
 from distributed.launching.hangs import HangWatch, Suspects, culprit
-from distributed.launching.pulse import Board, Phase, Place, Pulse, place_in
+from distributed.launching.pulse import Board, Phase, Progress, Pulse, progress_in
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stacks import place_in_script, waits
 from distributed.launching.verdicts import Verdict, Verdicts
@@ -26,29 +26,29 @@ TRAINING, CALLBACKS, DATA = Phase.TRAINING, Phase.CALLBACKS, Phase.DATA
 
 
 def at(beats, step, phase=TRAINING, *, is_slow=False, fit=1, timeout_s=0.0):
-    return Place(beats, fit, step, phase, is_slow, timeout_s, 0)
+    return Progress(beats, fit, step, phase, is_slow, timeout_s, 0)
 
 
-def watched(watch, seconds, places, poll_s=0.1):
-    """Return what the watch says after it has looked at workers that stand at `places` for `seconds`."""
-    found = watch.look(places, 0.0)
+def watched(watch, seconds, progress, poll_s=0.1):
+    """Return what the watch says after it has looked at workers that stand at `progress` for `seconds`."""
+    found = watch.look(progress, 0.0)
     for _ in range(round(seconds / poll_s)):
-        found = watch.look(places, poll_s)
+        found = watch.look(progress, poll_s)
     return found
 
 
 def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it():
     watch = HangWatch(3.0)
-    places = {0: at(31, 8), 1: at(28, 7, CALLBACKS), 2: at(31, 8)}
-    assert watched(watch, 2.9, places) is None
-    found = watched(watch, 0.2, places)
-    assert found.keys == (1,) and found.are_behind and found.place.words == "in step 7 (callbacks)"
+    progress = {0: at(31, 8), 1: at(28, 7, CALLBACKS), 2: at(31, 8)}
+    assert watched(watch, 2.9, progress) is None
+    found = watched(watch, 0.2, progress)
+    assert found.keys == (1,) and found.has_others_ahead and found.progress.words == "in step 7 (callbacks)"
     assert found.still_s == pytest.approx(3.1)
 
 
 def test_ranks_at_the_same_place_are_all_suspects():
     found = watched(HangWatch(3.0), 3.1, {0: at(31, 8), 1: at(31, 8)})
-    assert found.keys == (0, 1) and not found.are_behind
+    assert found.keys == (0, 1) and not found.has_others_ahead
 
 
 def test_a_rank_that_moves_is_not_named_nor_those_that_wait_for_it():
@@ -60,9 +60,9 @@ def test_a_rank_that_moves_is_not_named_nor_those_that_wait_for_it():
 
 @pytest.mark.parametrize("phase", [Phase.START, Phase.VALIDATION, Phase.SAVING, Phase.END])
 def test_what_is_slow_by_its_nature_may_take_ten_times_as_long(phase):
-    watch, places = HangWatch(3.0), {0: at(31, 8, phase, is_slow=True), 1: at(31, 8, phase, is_slow=True)}
-    assert watched(watch, 29.0, places) is None
-    assert watched(watch, 2.0, places).keys == (0, 1)
+    watch, progress = HangWatch(3.0), {0: at(31, 8, phase, is_slow=True), 1: at(31, 8, phase, is_slow=True)}
+    assert watched(watch, 29.0, progress) is None
+    assert watched(watch, 2.0, progress).keys == (0, 1)
 
 
 def test_nothing_hangs_outside_of_a_fit_nor_the_ranks_that_wait_for_a_script():
@@ -117,8 +117,10 @@ def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
     watch = HangWatch(60.0)
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, Phase.SAVING, is_slow=True), 2: at(31, 8)})
     found = watch.standing([1, 2], 2.0)
-    assert found.keys == (1,) and found.are_behind
-    assert watch.standing([2], 2.0).keys == (2,) and not watch.standing([2], 2.0).are_behind  # it may have waited too
+    assert found.keys == (1,) and found.has_others_ahead
+    assert (
+        watch.standing([2], 2.0).keys == (2,) and not watch.standing([2], 2.0).has_others_ahead
+    )  # it may have waited too
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, timeout_s=2.0), 2: at(31, 8)})
     assert watch.standing([1, 2], 300.0).keys == (1,)  # the script has set another limit
     assert watch.standing([2], 300.0) is None and watch.standing([], 0.0) is None
@@ -130,21 +132,21 @@ def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
 def test_the_launcher_reads_what_the_worker_writes():
     board, pulse = Board(2), Pulse()
     pulse.attach(board._slot(1))
-    assert (board.place(1).pid, board.place(1).fit) == (os.getpid(), 0)
+    assert (board.progress(1).pid, board.progress(1).fit) == (os.getpid(), 0)
     with pulse.fit():
-        assert (board.place(1).fit, board.place(1).phase, board.place(1).is_slow) == (1, Phase.START, True)
+        assert (board.progress(1).fit, board.progress(1).phase, board.progress(1).is_slow) == (1, Phase.START, True)
         pulse.begin(6, compiles=False, timeout_s=2.5)
         for step, is_slow in ((7, True), (8, True), (9, False)):
             pulse.mark(TRAINING, step)
-            assert (board.place(1).step, board.place(1).is_slow) == (step, is_slow)
-        assert board.place(1).timeout_s == 2.5
-        before = board.place(1).beats
+            assert (board.progress(1).step, board.progress(1).is_slow) == (step, is_slow)
+        assert board.progress(1).timeout_s == 2.5
+        before = board.progress(1).beats
         pulse.mark(Phase.SAVING, 9, is_slow=True)
-        assert board.place(1).beats == before + 1 and board.place(1).is_slow
-    assert (board.place(1).phase, board.place(1).step) == (Phase.SCRIPT, 9)
-    assert board.place(0) == place_in(memoryview(bytes(72)).cast("q"))  # the other worker has said nothing
+        assert board.progress(1).beats == before + 1 and board.progress(1).is_slow
+    assert (board.progress(1).phase, board.progress(1).step) == (Phase.SCRIPT, 9)
+    assert board.progress(0) == progress_in(memoryview(bytes(72)).cast("q"))  # the other worker has said nothing
     board.clear()
-    assert board.place(1) == board.place(0)
+    assert board.progress(1) == board.progress(0)
 
 
 def test_with_compile_any_update_may_compile_again():
@@ -152,9 +154,9 @@ def test_with_compile_any_update_may_compile_again():
     with pulse.fit():
         pulse.begin(0, compiles=True, timeout_s=2.5)
         pulse.mark(TRAINING, 50)
-        assert pulse.place.is_slow
+        assert pulse.progress.is_slow
         pulse.mark(DATA, 51)
-        assert not pulse.place.is_slow
+        assert not pulse.progress.is_slow
 
 
 # ------------------------------------------------------------------ stacks

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 
 import distributed
 from distributed import Callback, Trainer, export
-from distributed.backends._torch.collating import Reading
+from distributed.backends._torch.collating import Batching
 from distributed.errors import ConfigError
 from distributed.state import Job
 from tests.unit.ranks import on_ranks, plan, sharded
@@ -58,9 +58,9 @@ def batches(
     """The micro-batches of an epoch, those of the ranks in turn."""
 
     def read(rank: int, reduce: Any) -> list[Any]:
-        reading = Reading.of(Job(None, **job), removes_columns=removes)
-        reading.columns.read(Bag() if model is None else model, lambda text: None)
-        part = sharded(data, plan(world, size), rank, reduce, reading=reading, train=False)
+        batching = Batching.of(Job(None, **job), removes_columns=removes)
+        batching.columns.read(Bag() if model is None else model, lambda text: None)
+        part = sharded(data, plan(world, size), rank, reduce, batching=batching, train=False)
         return [micro.batch for update in part.epoch(0) for micro in update.micro_batches]
 
     return [batch for group in zip(*on_ranks(world, read), strict=True) for batch in group]

@@ -380,7 +380,7 @@ def test_a_tensor_is_read_as_it_is_when_it_is_logged():
 def test_a_rank_that_repeats_a_sample_logs_nothing():
     def log(logged):
         logged.log("seen", 1, reduce="sum")
-        logged.num_samples = 0
+        logged.weigh(0)
         logged.log("seen", 1, reduce="sum")
 
     assert summed(log)["seen"] == 1

@@ -217,8 +217,9 @@ def test_a_record_that_cannot_be_read_is_none(tmp_path):
     assert RunRecord.read(tmp_path) is None
     RunRecord(key="k", sent=7).write(tmp_path)
     assert RunRecord.read(tmp_path) == RunRecord(key="k", sent=7)
-    (tmp_path / "mlflow.json").write_text("[1]")
-    assert RunRecord.read(tmp_path) is None
+    for other in ("[1]", '{"sent": -1}', '{"key": ["k"]}', "[" * 300 + "]" * 300):
+        (tmp_path / "mlflow.json").write_text(other)
+        assert RunRecord.read(tmp_path) is None
 
 
 def test_a_request_holds_a_thousand_metrics_at_most_and_one_of_anything_else():

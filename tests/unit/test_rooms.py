@@ -133,6 +133,16 @@ def test_the_picture_is_what_the_code_says():
     assert done.returncode == 0, done.stderr
 
 
+def test_no_two_public_classes_have_one_name():
+    homes = defaultdict(list)
+    for name, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes[node.name].append(name)
+    assert len(homes) > 300
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
 @pytest.mark.parametrize("words", PRIVATE.values(), ids=PRIVATE)
 def test_only_backends_and_data_know_the_private_matters_of_an_engine(words):
     lines = defaultdict(list)

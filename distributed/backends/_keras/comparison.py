@@ -8,6 +8,7 @@ from typing import Any
 from distributed.backends._keras.batches import KerasBatch
 from distributed.backends._keras.losses import KerasLoss, compute_in_floatx, default_loss, is_of_keras
 from distributed.errors import ConfigError
+from distributed.metrics.of_keras import is_from_keras
 
 
 class Comparison:
@@ -55,7 +56,7 @@ class Comparison:
         losses = compiled._flat_losses
         for each in (compiled, *(flat.loss for flat in losses)):
             compute_in_floatx(each)
-        is_own = type(self._model).compute_loss.__module__.startswith("keras.")
+        is_own = is_from_keras(type(self._model).compute_loss)
         if is_own and len(losses) == 1 and keras.ops.is_tensor(outputs):
             if self._keras_loss is None:
                 self._keras_loss = KerasLoss(losses[0].loss, losses[0].loss_weights)

@@ -7,6 +7,7 @@ import copy
 from typing import Any
 
 from distributed.errors import ConfigError
+from distributed.metrics.of_keras import is_from_keras, keras_classes
 
 Pair = tuple[Any, Any]  # (sum, count)
 _EXAMPLE = "give one, for example Trainer(model, loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True))"
@@ -16,8 +17,7 @@ def is_of_keras(loss_fn: Any) -> bool:
     """Return True if `loss_fn` is a loss object, function or name of Keras, which takes (targets, outputs)."""
     if isinstance(loss_fn, str):
         return True
-    kinds = {cls.__name__ for cls in type(loss_fn).__mro__ if cls.__module__.startswith("keras.")}
-    return "Loss" in kinds or str(getattr(loss_fn, "__module__", "")).startswith("keras.")
+    return is_from_keras(loss_fn) or any(cls.__name__ == "Loss" for cls in keras_classes(loss_fn))
 
 
 class KerasLoss:

@@ -13,6 +13,7 @@ import numpy
 from distributed.backends._keras.losses import compute_in_floatx
 from distributed.backends.over_all import Measure, MetricEngine, OutputsMeasure, Update, driven
 from distributed.backends.parts import Arguments, Part
+from distributed.metrics.of_keras import is_from_keras
 
 OBJECT = ("reset_state", "update_state", "result")  # names of the methods of a Keras metric
 Scope = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -34,7 +35,7 @@ def measure_of(metric: Any, engine: MetricEngine, scope: Scope, prepare: Callabl
     Args:
         prepare: converts the arguments of a call, (outputs, targets), to the form in which the host keeps them.
     """
-    if type(metric).__module__.startswith("keras."):
+    if is_from_keras(type(metric)):
         return SumsMeasure(metric, scope)
 
     def drive(updates: Sequence[Update]) -> Any:

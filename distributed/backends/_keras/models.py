@@ -9,6 +9,7 @@ from typing import Any
 
 from distributed.config.optimization import NamedOptimizer
 from distributed.errors import ConfigError
+from distributed.metrics.of_keras import keras_classes
 
 _OWN_STEP = "train_step"
 _FIX = "pass a Keras optimizer or a factory, optimizer=lambda variables: keras.optimizers.Adam(1e-3)"
@@ -77,7 +78,7 @@ def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "cho
 
 def check_model(model: Any) -> None:
     """Raise ConfigError for parts of a model that our step would ignore."""
-    base = next(cls for cls in type(model).__mro__ if cls.__module__.startswith("keras."))
+    base = keras_classes(model)[0]
     if getattr(type(model), _OWN_STEP) is not getattr(base, _OWN_STEP):
         raise ConfigError(
             f"{type(model).__name__}.train_step is not called, because the Trainer has its own step: override compute_loss, or pass"

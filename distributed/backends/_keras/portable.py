@@ -17,6 +17,7 @@ import cloudpickle
 from distributed.backends._keras.files import value_of
 from distributed.backends._keras.models import is_model, is_optimizer
 from distributed.errors import ConfigError
+from distributed.metrics.of_keras import is_from_keras
 
 Reduced = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -89,14 +90,10 @@ def _reduced_model(model: Any) -> Reduced:
             config = model.get_config()
     except NotImplementedError:
         raise TypeError(f"{type(model).__name__} has no get_config()") from None
-    custom = {type(layer).__name__: type(layer) for layer in model._flatten_layers() if not _is_of_keras(type(layer))}
+    custom = {type(layer).__name__: type(layer) for layer in model._flatten_layers() if not is_from_keras(type(layer))}
     compiled = dict(model._compile_config.config) if model.compiled else None
     values = [value_of(variable) for variable in model.variables] if model.built else []
     return _remade_model, (type(model), config, custom, model.get_build_config(), values, compiled)
-
-
-def _is_of_keras(cls: type) -> bool:
-    return cls.__module__.startswith("keras.")
 
 
 def _remade(cls: Any, config: dict[str, Any]) -> Any:

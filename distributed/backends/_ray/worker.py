@@ -95,8 +95,8 @@ def work(
         threads.append(threading.Thread(target=verdict.pass_on, args=(on_epoch,), daemon=True))
     for thread in threads:
         thread.start()
-    status, place = process.wait(), board.place(0)
-    _report_end(launcher, status, (place.fit, place.step))
+    status, progress = process.wait(), board.progress(0)
+    _report_end(launcher, status, (progress.fit, progress.step))
     for thread in threads:
         thread.join()
     for each in launcher.sockets.values():

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from distributed.backends.arrays import ArrayData
 from distributed.backends.base import ShardedData
-from distributed.backends.forms import fault_of
+from distributed.backends.forms import fault_of, is_array
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
@@ -251,10 +251,10 @@ def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range
     pair = f"{'one array of inputs, or ' * takes_inputs}the tuple (inputs, targets)"
     if not isinstance(data, tuple) and (fault := fault_of(data, pair)) is not None:
         raise ConfigError(f"{name}: {fault}")
-    if _is_array(data) and not takes_inputs:
+    if _has_rows(data) and not takes_inputs:
         raise ConfigError(f"{name}: an array is not a data set: give {pair}, or the tuple (inputs,) without targets")
-    leaves = tf.nest.flatten(data) if isinstance(data, (tuple, Mapping)) or _is_array(data) else []
-    if leaves and all(map(_is_array, leaves)):
+    leaves = tf.nest.flatten(data) if isinstance(data, (tuple, Mapping)) or _has_rows(data) else []
+    if leaves and all(map(_has_rows, leaves)):
         arrays = tf.nest.map_structure(_array, data)
         lengths = {len(leaf) for leaf in tf.nest.flatten(arrays)}
         if len(lengths) > 1:
@@ -343,10 +343,8 @@ def _is_torch(data: Any) -> bool:
     return torch is not None and isinstance(data, (torch.DataLoader, torch.Dataset))
 
 
-def _is_array(value: Any) -> bool:
-    return (
-        hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__") and len(value.shape) > 0
-    )
+def _has_rows(value: Any) -> bool:
+    return is_array(value) and len(value.shape) > 0
 
 
 def _array(value: Any) -> Any:

@@ -79,7 +79,7 @@ def _argument_names(model: Any) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
+class Batching:
     """How the samples of a trainer's data sets become batches."""
 
     collate_fn: Callable[[Any], Any] | None
@@ -87,8 +87,8 @@ class Reading:
     columns: Columns
 
     @classmethod
-    def of(cls, job: Job, *, removes_columns: bool) -> Reading:
-        """Return how the data of `job` is read."""
+    def of(cls, job: Job, *, removes_columns: bool) -> Batching:
+        """Return how the samples of `job` become batches."""
         is_fixed = bool(job.names) or job.is_own_loop or job.training_step is not None or not removes_columns
         return cls(job.collate_fn, job.processing_class, Columns(is_fixed, job.loss_fn is not None))
 
@@ -115,7 +115,7 @@ class Reading:
         return default_collate
 
 
-PLAIN = Reading.of(Job(None), removes_columns=True)  # of data without arguments of a trainer
+PLAIN = Batching.of(Job(None), removes_columns=True)  # of data without arguments of a trainer
 
 
 def _name_of(function: Any) -> str:

@@ -26,6 +26,7 @@ from distributed.backends.arrays import ArrayBatch
 from distributed.config.optimization import RateCurve
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
+from distributed.metrics.of_keras import is_from_keras, keras_classes
 
 if TYPE_CHECKING:
     from distributed.config.merging import MergedConfig
@@ -189,13 +190,13 @@ def _given_rate(rate: Any, merged: MergedConfig, notice: Notice) -> float:
 
 
 def _is_metric(value: Any) -> bool:
-    return any(cls.__name__ == "Metric" and cls.__module__.startswith("keras.") for cls in type(value).__mro__)
+    return any(cls.__name__ == "Metric" for cls in keras_classes(value))
 
 
 def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a metric function that takes (outputs, targets). Keras's own metric functions take (targets, outputs)."""
     if is_whole(function):
         return function
-    if str(getattr(function, "__module__", "")).startswith("keras."):
+    if is_from_keras(function):
         return lambda outputs, targets: function(targets, outputs)
     return function

@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distributed.backends._torch.collating import PLAIN, Reading
+from distributed.backends._torch.collating import PLAIN, Batching
 from distributed.backends._torch.fetching import Fetcher, indexed_tensors
 from distributed.backends._torch.sources import (
     Reduce,
@@ -51,7 +51,7 @@ def shard(
     options: DataOptions,
     role: DataRole,
     reduce: Reduce,
-    reading: Reading = PLAIN,
+    batching: Batching = PLAIN,
 ) -> ShardedData:
     """Return this rank's part of `data`: a DataLoader, a map-style data set or an iterable.
 
@@ -59,7 +59,9 @@ def shard(
     rank if `data` is none of these, is empty, lacks a required length or contradicts the settings.
     """
     train = role.is_training
-    source = read_source(data, config, role, presharded=options.presharded, reading=reading)
+    source = read_source(data, config, role, presharded=options.presharded, batching=batching)
+    if train:
+        _check_sizes(source, config)
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
     if options.presharded:
         local = _local(source, batch, context.rank, config.seed, train)
@@ -274,6 +276,17 @@ class MapData(ShardedData):
                 **loader_arguments(self._source, self._seed, epoch),
             )
         return self._loader
+
+
+def _check_sizes(source: Source, config: DistributedConfig) -> None:
+    """Raise ConfigError if a size of batches was given, and a batch sampler of the loader makes them."""
+    name = next((n for n in ("batch_size", "global_batch_size") if n in config.given), None)
+    if name is not None and source.batch_sampler is not None:
+        kind = type(source.batch_sampler).__name__
+        value = config.given[name]
+        raise ConfigError(
+            f"{name}={value} contradicts the loader's {kind}, whose items are the batches: drop one of them"
+        )
 
 
 def _of_items(batch: BatchPlan, largest: int) -> BatchPlan:

@@ -36,12 +36,8 @@ class OwnPasses(Passes):
         return Loss(torch.zeros(()), None)
 
 
-class OwnSteps:
-    """Take a loop's losses, one for each micro-batch, and make the update of each update batch.
-
-    The methods are called in this order: `begin` for each update batch; `enter`, `backward` and `leave` for each micro-batch;
-    and `finish` after the last `backward`. Every rank calls every method.
-    """
+class TorchOwnSteps:
+    """Implement `distributed.backends.own_steps.OwnSteps` with the passes and the update of a torch adapter."""
 
     def __init__(self, backend: TorchBackend[Any], passes: OwnPasses) -> None:
         self._backend, self._passes = backend, passes
@@ -85,7 +81,7 @@ class OwnSteps:
         """Give micro-batch `index` its turn, and return its batch on the device. Not a collective."""
         micro = self._update_batch.micro_batches[index]
         self._index = index
-        self._backend.logged.num_samples = self.own_loss.num_samples = micro.num_samples
+        self._weigh(micro.num_samples)
         if not micro.num_samples:
             self._restored.enter_context(self._passes.restoring())
         if not self._is_last:
@@ -97,7 +93,7 @@ class OwnSteps:
         """End the turn of a micro-batch, if one has it. Not a collective."""
         for open_ in (self._autocast, self._unsynced, self._restored):
             open_.close()
-        self._backend.logged.num_samples = self.own_loss.num_samples = None
+        self._weigh(None)
         self._index = None
 
     @property
@@ -126,10 +122,14 @@ class OwnSteps:
             loss.value = loss.value.detach()
         else:
             self._passes.backward_weightless(loss, self._losses, is_last=self._is_last)
-        self._backend.logged.num_samples = micro.num_samples  # recomputing activations has reset it
+        self._backend.logged.weigh(micro.num_samples)  # recomputing activations has reset it
         self._unsynced.close()
         self._restored.close()
         self._losses.append(loss)
+
+    def _weigh(self, num_samples: int | None) -> None:
+        self._backend.logged.weigh(num_samples)
+        self.own_loss.weigh(num_samples)
 
     def finish(self) -> StepResult:
         """Make the update. A collective."""

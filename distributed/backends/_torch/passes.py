@@ -146,13 +146,13 @@ class Passes:
     def _forward(self, micro: MicroBatch, items: torch.Tensor | None, num_samples: int) -> Loss:
         """Run a forward pass in which the user's code logs values that weigh `num_samples`."""
         batch, model, logged = self.move(micro.batch), self._backend.wrapped, self._backend.logged
-        logged.num_samples = num_samples
+        logged.weigh(num_samples)
         if self._is_plain:
             loss = self.objective(model, batch, items)
         else:
             with self._backend.precision.autocast():
                 loss = self.objective(model, batch, items)
-        logged.num_samples = None
+        logged.weigh(None)
         return loss
 
     @contextlib.contextmanager

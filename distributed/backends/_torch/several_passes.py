@@ -113,11 +113,12 @@ class SeveralPasses(Passes):
     @contextlib.contextmanager
     def _logging(self, num_samples: int | None) -> Iterator[None]:
         logged = self._backend.logged
-        before, logged.num_samples = logged.num_samples, num_samples
+        before = logged.num_samples
+        logged.weigh(num_samples)
         try:
             yield
         finally:
-            logged.num_samples = before
+            logged.weigh(before)
 
     # ------------------------------------------------------------------ one call of update(name, loss)
 

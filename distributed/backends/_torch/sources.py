@@ -23,7 +23,7 @@ from torch.utils.data import (
 )
 
 from distributed.backends._torch import sample_rng
-from distributed.backends._torch.collating import PLAIN, Reading
+from distributed.backends._torch.collating import PLAIN, Batching
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
 from distributed.backends.arrays import ArrayBatch, ArrayData, mapped
 from distributed.backends.forms import fault_of, is_array, is_mapping_of_arrays
@@ -84,24 +84,24 @@ def loader_batch_size(data: Any) -> int | None:
 
 
 def read_source(
-    data: Any, config: DistributedConfig, role: DataRole, *, presharded: bool, reading: Reading = PLAIN
+    data: Any, config: DistributedConfig, role: DataRole, *, presharded: bool, batching: Batching = PLAIN
 ) -> Source:
-    """Return the parts of `data`, whose samples become batches as `reading` says.
+    """Return the parts of `data`, whose samples become batches as `batching` says.
 
     Raises ConfigError if it is not data or its settings contradict the configuration.
     """
     name, train = role.value, role.is_training
     loader = data if isinstance(data, DataLoader) else None
     has_own_collate = loader is not None and loader.collate_fn is not default_collate
-    has_own_collate = has_own_collate or reading.collate_fn is not None
+    has_own_collate = has_own_collate or batching.collate_fn is not None
     dataset = loader.dataset if loader is not None else data
     _check_type(dataset, role, loader is not None, has_own_collate)
-    collate = reading.collate_of(dataset, loader, name)
+    collate = batching.collate_of(dataset, loader, name)
     if loader is None:
         wanted = not is_stream(data) if config.shuffle is None else config.shuffle
         shuffle = train and wanted
         if isinstance(data, ArrayData):
-            if reading.collate_fn is not None:
+            if batching.collate_fn is not None:
                 raise ConfigError(
                     "collate_fn makes a batch of a list of samples, and x= has arrays: drop collate_fn, or pass a data set"
                 )
@@ -225,13 +225,6 @@ def _check_settings(source: Source, config: DistributedConfig) -> None:
         raise ConfigError(f"shuffle={config.shuffle} contradicts the loader's {type(own).__name__}: drop one of them")
     if config.shuffle and source.is_stream:
         raise ConfigError("shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle")
-    name = next((n for n in ("batch_size", "global_batch_size") if n in config.given), None)
-    if name is not None and source.batch_sampler is not None:
-        kind = type(source.batch_sampler).__name__
-        value = config.given[name]
-        raise ConfigError(
-            f"{name}={value} contradicts the loader's {kind}, whose items are the batches: drop one of them"
-        )
     if isinstance(source.dataset, Iterator) and config.epochs > 1 and config.max_steps is None:
         raise one_shot_error(source, f"epochs={config.epochs}")
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
 import secrets
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import ProcessPlan
+from distributed.errors import ConfigError
 from distributed.launching.secret import shared_secret
 from distributed.runs.directory import JOB, RunDirectory
 
@@ -77,3 +80,15 @@ class BatchJob:
             fd = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(fd, "w") as file:
                 file.write((shared_secret() or secrets.token_hex(32).encode()).decode() + "\n")
+
+
+@contextlib.contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Return a block that reads the file `path` of RUN/job. Raises ConfigError if the block raises OSError or ValueError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"it {error}"
+        if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError)):
+            why = "it is not JSON"
+        raise ConfigError(f"{str(path)!r} cannot be read ({why}): submit the run again with --resume") from None

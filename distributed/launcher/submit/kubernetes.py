@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed.config.addresses import is_address
+from distributed.config.kinds import OBJECT, TEXT, check_kinds
+from distributed.config.reading import MAX_YAML_BYTES, parse_yaml, read_bytes
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher.submit.job import BatchJob
+from distributed.launcher.submit.job import BatchJob, reading
 from distributed.launcher.submit.manifests import (
     LABEL,
     KubernetesOptions,
@@ -44,6 +46,7 @@ _ANSWER_S = 60.0  # for a command of kubectl
 _ENDING_S = 60  # for pods to be removed after they have saved
 _LIKE_A_NUMBER = re.compile(r"[-+.]?\d|[-+]?\.\w|[yYnN]$")
 _LOG_LINE = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\.\d+ ")  # kubectl's own log, beside its message
+_DOCUMENT_END = re.compile(rb"^---\s*$", re.MULTILINE)  # between the objects in the file
 _OPERATORS = {"trainjob": "Kubeflow Trainer", "rayjob": "KubeRay"}
 
 
@@ -220,12 +223,16 @@ def stop(run_dir: Path) -> str:
 
 
 def _submitted(run_dir: Path) -> tuple[str, str, Sequence[str]]:
-    """Return (kind, name, kubectl's flags for the namespace) of the job of a run."""
-    import yaml
-
-    document = list(yaml.safe_load_all((run_dir / JOB / FILE).read_text()))[-1]
-    found = document["metadata"]
-    return document["kind"].lower(), found["name"], _namespace(found.get("namespace"))
+    """Return (kind, name, kubectl's flags for the namespace) of the job of a run. Raises ConfigError if its file cannot be read."""
+    path = run_dir / JOB / FILE
+    with reading(path):
+        document = parse_yaml(_DOCUMENT_END.split(read_bytes(path, MAX_YAML_BYTES))[-1])  # the job is the last object
+        check_kinds(document, {"kind": TEXT, "metadata": OBJECT})
+        kind, found = document.get("kind", "").lower(), document.get("metadata", {})
+        check_kinds(found, {"name": TEXT, "namespace": TEXT})
+        if kind not in KINDS or "name" not in found:
+            raise ValueError(f"does not end with a {', '.join(KINDS)} that has a name")
+    return kind, found["name"], _namespace(found.get("namespace"))
 
 
 def _namespace(name: str | None) -> Sequence[str]:

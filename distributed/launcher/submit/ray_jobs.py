@@ -17,13 +17,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.config.kinds import TEXT, check_kinds
 from distributed.config.libraries import is_installed
+from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from distributed.config.registry import backend_entry
 from distributed.errors import ConfigError, ResourceError
-from distributed.launcher.submit.job import BatchJob
+from distributed.launcher.submit.job import BatchJob, reading
 from distributed.runs.directory import JOB, RunDirectory
 
 FILE = "ray.json"  # in RUN/job
+_WRITTEN = ("address", "id", "run_dir")  # what is read of it
 BACKEND = "ray"
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"  # Ray's own
 _REACH_S = 5.0  # time for the server to accept a connection
@@ -120,9 +123,17 @@ def submit(job: BatchJob, options: RayJobOptions, working_dir: Path, *, resume: 
 
 
 def written(run_dir: Path) -> dict[str, str]:
-    """Return what `submit` wrote: the address of the API, the id of the job, and the run directory on the cluster."""
-    content: dict[str, str] = json.loads((run_dir / JOB / FILE).read_text())
-    return content
+    """Return what `submit` wrote: the address of the API, the id of the job, and the run directory on the cluster.
+
+    Raises ConfigError if the file cannot be read.
+    """
+    path = run_dir / JOB / FILE
+    with reading(path):
+        content = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        check_kinds(content, dict.fromkeys(_WRITTEN, TEXT))
+        if missing := [name for name in _WRITTEN if name not in content]:
+            raise ValueError(f"lacks {missing[0]!r}")
+    return {name: content[name] for name in _WRITTEN}
 
 
 def status(run_dir: Path) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
+from distributed.config.kinds import COUNT, FLAG, TEXT, check_kinds, object_of, optional
+from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from distributed.loggers._mlflow.tracking_uri import (
     default_uri,
     has_open_run,
@@ -26,6 +28,11 @@ from distributed.loggers._mlflow.tracking_uri import (
 from distributed.loggers.spool import Spool
 
 SPOOL, RECORD = "mlflow.jsonl", "mlflow.json"
+# Of the values of a record.
+_KINDS = {
+    "key": TEXT, "tracking_uri": optional(TEXT), "experiment": TEXT, "experiment_id": optional(TEXT), "name": TEXT,
+    "run_id": optional(TEXT), "wanted": optional(TEXT), "is_joined": FLAG, "is_asked_for": FLAG, "tags": object_of(TEXT), "sent": COUNT,
+}  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -49,10 +56,10 @@ class RunRecord:
     def read(cls, run_dir: Path) -> RunRecord | None:
         """Return the record of a run directory, or None if it is missing or cannot be read."""
         try:
-            content = json.loads((run_dir / RECORD).read_text(encoding="utf-8"))
-            known = {field.name for field in dataclasses.fields(cls)}
-            return cls(**{name: value for name, value in content.items() if name in known})
-        except (OSError, ValueError, TypeError, AttributeError):
+            content = parse_json(read_bytes(run_dir / RECORD, MAX_JSON_BYTES))
+            check_kinds(content, _KINDS)
+            return cls(**{name: value for name, value in content.items() if name in _KINDS})
+        except (OSError, ValueError):
             return None
 
     @classmethod
