@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distributed.config.registry import REGISTRY, option_class
+from tests.cli.test_help import parse
 from tests.conftest import needs_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,7 @@ LEADING = [page for page in PAGES if page.name in ("index.md", "how-to.md", "pro
 MADE = [page for page in PAGES if page.parent.name in ("reference", "project")]
 ELSEWHERE = [ROOT / "docs" / "training.md", ROOT / "docs" / "index.md", *LEARNING]
 PYTHON = "python -m distributed"
+CONSOLE_SCRIPT = "distributed "  # the same program as `python -m distributed.cli`
 
 
 def blocks(page):
@@ -52,6 +54,13 @@ SLOW_SCRIPTS = {
     "hugging-face-5", "elastic-2", "many-nodes-1",
 }  # fmt: skip
 SLOW_COMMANDS = {"parity-0", "backends/deepspeed-0", "backends/tensorflow-0", "export-0"}
+# Commands that work on what other commands of their page have made, and why they cannot run by themselves. They are parsed only.
+NEEDING = {
+    "init-1": "it trains the project that the command before it writes",
+    "init-2": "it lists the runs of the command before it",
+    "report-2": "it reads the run of the first command", "report-3": "it reads the runs of the first two commands",
+    "runs-4": "it compares runs of the reader", "runs-5": "it compares runs of the reader",
+}  # fmt: skip
 
 
 def sample(page, code, number, slow):
@@ -67,19 +76,21 @@ SCRIPTS = [
     for number, (language, beside, code) in enumerate(blocks(page))
     if (language, beside) == ("python", "")
 ]
-COMMANDS = [
-    sample(page, line, number, SLOW_COMMANDS)
+ALL_COMMANDS = [
+    sample(page, re.sub(f"^{CONSOLE_SCRIPT}", f"{PYTHON}.cli ", line), number, SLOW_COMMANDS)
     for page in PAGES
     if page not in ELSEWHERE
     for number, line in enumerate(
         line for language, _, code in blocks(page) if language == "bash" for line in code.splitlines()
     )
-    if line.startswith(PYTHON)
+    if line.startswith((PYTHON, CONSOLE_SCRIPT))
 ]
+COMMANDS = [each for each in ALL_COMMANDS if each.id not in NEEDING]
+PARSED = [each for each in ALL_COMMANDS if each.id in NEEDING]
 
 
 def test_the_slow_samples_exist():
-    for slow, samples in ((SLOW_SCRIPTS | ON_RAY, SCRIPTS), (SLOW_COMMANDS, COMMANDS)):
+    for slow, samples in ((SLOW_SCRIPTS | ON_RAY, SCRIPTS), (SLOW_COMMANDS, COMMANDS), (set(NEEDING), PARSED)):
         assert slow <= {each.id for each in samples}
 
 
@@ -104,6 +115,12 @@ def test_command_line_sample_works(page, command, run_python, tmp_path):
         arguments.insert(3, "--dry-run")
     done = run_python(arguments, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.output
+
+
+@pytest.mark.parametrize(("page", "command"), PARSED)
+def test_command_line_sample_that_needs_others_parses(page, command):
+    verb, *arguments = shlex.split(command.removeprefix(f"{PYTHON}.cli "))
+    parse(verb, arguments)
 
 
 def test_every_page_has_samples_of_both_kinds():
