@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from distributed.config.registry import REGISTRY, option_class
+from tests.cli.test_help import parse
 from tests.conftest import needs_backend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,7 @@ LEADING = [page for page in PAGES if page.name in ("index.md", "how-to.md", "pro
 MADE = [page for page in PAGES if page.parent.name in ("reference", "project")]
 ELSEWHERE = [ROOT / "docs" / "training.md", ROOT / "docs" / "index.md", *LEARNING]
 PYTHON = "python -m distributed"
+CONSOLE_SCRIPT = "distributed "  # the same program as `python -m distributed.cli`
 
 
 def blocks(page):
@@ -42,6 +44,16 @@ def needed(page):
         needs_backend("ray")
 
 
+# Commands that work on what other commands of their page have made, and why they cannot run by themselves. They are parsed only.
+NEEDING = {
+    "init-1": "it trains the project that the command before it writes",
+    "init-2": "it lists the runs of the command before it",
+    "init-3": "it writes a file for the script of the first command", "init-4": "it trains the script of the first command",
+    "report-2": "it reads the run of the first command", "report-3": "it reads the runs of the first two commands",
+    "runs-4": "it compares runs of the reader", "runs-5": "it compares runs of the reader",
+}  # fmt: skip
+
+
 def sample(page, code, number):
     return pytest.param(page, code, id=f"{name_of(page)}-{number}")
 
@@ -53,15 +65,21 @@ SCRIPTS = [
     for number, (language, beside, code) in enumerate(blocks(page))
     if (language, beside) == ("python", "")
 ]
-COMMANDS = [
-    sample(page, line, number)
+ALL_COMMANDS = [
+    sample(page, re.sub(f"^{CONSOLE_SCRIPT}", f"{PYTHON}.cli ", line), number)
     for page in PAGES
     if page not in ELSEWHERE
     for number, line in enumerate(
         line for language, _, code in blocks(page) if language == "bash" for line in code.splitlines()
     )
-    if line.startswith(PYTHON)
+    if line.startswith((PYTHON, CONSOLE_SCRIPT))
 ]
+COMMANDS = [each for each in ALL_COMMANDS if each.id not in NEEDING]
+PARSED = [each for each in ALL_COMMANDS if each.id in NEEDING]
+
+
+def test_the_commands_that_need_others_exist():
+    assert NEEDING.keys() == {each.id for each in PARSED}
 
 
 @pytest.mark.docs
@@ -87,6 +105,12 @@ def test_command_line_sample_works(page, command, run_python, tmp_path):
         arguments.insert(3, "--dry-run")
     done = run_python(arguments, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.output
+
+
+@pytest.mark.parametrize(("page", "command"), PARSED)
+def test_command_line_sample_that_needs_others_parses(page, command):
+    verb, *arguments = shlex.split(command.removeprefix(f"{PYTHON}.cli "))
+    parse(verb, arguments)
 
 
 def test_every_page_has_samples_of_both_kinds():

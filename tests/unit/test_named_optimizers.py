@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.utils.data import IterableDataset, TensorDataset
 
 from distributed import Callback, Trainer
@@ -123,6 +124,22 @@ def test_muon_updates_the_matrices_of_linear_layers_and_adamw_the_rest() -> None
         muon.step()
         adamw.step()
     assert torch.equal(weights(trainer.model), weights(model))
+
+
+def test_what_decays_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(**settings: Any) -> str:
+        trained(max_steps=2, verbose=True, **settings)
+        return capsys.readouterr().out
+
+    decay = "of 6 parameters: not on biases and norms"
+    assert shown(optimizer="adamw", weight_decay=0.25).count(f"weight_decay=0.25 on 2 {decay}") == 1
+    assert shown(optimizer="adam", weight_decay=0.25).count(f"weight_decay=0.25 on 2 {decay}") == 1
+    assert shown(optimizer="adamw").count(f"weight_decay=0.01 on 2 {decay}") == 1  # the default of the name
+    muon = shown(optimizer="muon")
+    assert muon.count(f"weight_decay=0.01 on 2 {decay}") == 1
+    assert muon.count("muon updates 2 weights of linear layers, and adamw the other 4 parameters") == 1
+    for without in ({"optimizer": "adamw", "weight_decay": 0.0}, {"optimizer": "sgd"}, {}):
+        assert "weight_decay" not in shown(**without)
 
 
 def test_muon_needs_a_linear_layer() -> None:
@@ -330,9 +347,20 @@ def test_a_value_of_none_is_not_given() -> None:
     assert torch.equal(weights(trained(**nothing).model), by_hand(lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3)))
 
 
-def test_a_sweep_may_have_settings_that_some_of_its_values_do_not_use() -> None:
-    for sweep in ({"optimizer": "adamw", "momentum": 0.9}, {"scheduler": "constant", "min_learning_rate": 1e-5}):
-        Trainer(net, sweep, **BASE).fit(data())
+SWEEPS: list[tuple[dict[str, Any], Any]] = [
+    ({"optimizer": "adamw", "momentum": 0.9}, lambda m: torch.optim.AdamW(split(m, 0.01), lr=1e-3)),
+    ({"optimizer": "sgd", "momentum": 0.9}, lambda m: torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9)),
+    ({"scheduler": "constant", "min_learning_rate": 1e-5}, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3)),
+]
+
+
+@pytest.mark.parametrize(("sweep", "make"), SWEEPS)
+def test_a_sweep_may_have_settings_that_some_of_its_values_do_not_use(sweep: dict[str, Any], make: Any) -> None:
+    trainer = Trainer(net, sweep, **BASE)
+    history = trainer.fit(data())
+    assert torch.equal(weights(trainer.model), by_hand(make))
+    config = yaml.safe_load(Path(history.run_dir, "config.yaml").read_text())
+    assert {name: config[name] for name in sweep} == sweep
 
 
 def test_the_minimum_is_that_of_the_optimizers_own_rate() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
 from distributed import Callback, Trainer
 from distributed.backends._torch.schedule import Schedule
@@ -23,7 +24,11 @@ from distributed.metrics.monitor import check_monitor
 from distributed.state import Job, StepResult, TrainState
 from distributed.testing import FakeData
 from distributed.training.loop import Run
+from distributed.training.trial import Trial, inside
 from distributed.training.validation import sets_of
+from distributed.tuning.results import rows_of
+from distributed.tuning.sweep import progress_of
+from tests import event_files
 from tests.unit.ranks import groups_of_ranks, plan, samples_used
 from tests.unit.test_loading import Numbers
 from tests.unit.test_loading_streams import Sized, Stream
@@ -257,6 +262,74 @@ def test_a_save_that_falls_due_in_a_validation_is_made_after_it() -> None:
         fit(run)
         kinds = [each[0] for each in hooks.seen if each[1] == point]
         assert kinds.index("saved") > kinds.index("end") > kinds.index("start")
+
+
+# ------------------------------------------------------------------ in a fit of a real engine
+
+PAIRS = TensorDataset(torch.arange(18.0)[:, None] / 18, torch.arange(18.0)[:, None] / 9)
+FIT: dict[str, Any] = {
+    "optimizer": "sgd", "learning_rate": 0.1, "loss_fn": torch.nn.functional.mse_loss, "global_batch_size": 4, "shuffle": False,
+    "dtype": "float64", "device": "cpu", "verbose": False,
+}  # fmt: skip
+
+
+def line() -> torch.nn.Module:
+    model = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(model.weight, 0.5)
+    torch.nn.init.constant_(model.bias, 0.0)
+    return model
+
+
+def losses_by_hand(steps: list[int]) -> list[float]:
+    """Return the loss over all samples after each of `steps` updates of a plain loop, which never begins a new epoch."""
+    model, found = line().double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = (column.double() for column in PAIRS.tensors)
+    for step in range(max(steps)):
+        batch = torch.arange(4 * step, 4 * step + 4) % len(x)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(x[batch]), y[batch]).backward()
+        optimizer.step()
+        if step + 1 in steps:
+            found.append(torch.nn.functional.mse_loss(model(x), y).item())
+    return found
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        while True:
+            yield from PAIRS
+
+
+def test_a_stream_that_never_ends_is_validated_within(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = Trainer(line, **FIT, max_steps=10, validate_every_n_steps=4).fit(Endless(), PAIRS).rows
+    assert [row["step"] for row in rows] == [4, 8, 10]
+    assert [row["val_loss"] for row in rows] == pytest.approx(losses_by_hand([4, 8, 10]), rel=1e-12)
+
+
+def test_a_trial_reports_its_validations_and_the_hparams_tab_has_the_last_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    reported: list[Any] = []
+    with inside(Trial(tmp_path / "trial", False, reported.append)):
+        Trainer(
+            line, **FIT, epochs=2, validate_every_n_steps=3, validate_at_start=True, tensorboard=True,
+        ).fit(PAIRS, PAIRS)  # fmt: skip
+    # Nothing was trained before the first update, so the validation at the start is none of a trial's.
+    points = [(3, 1), (6, 2), (9, 3), (10, 4)]
+    assert [(row["step"], progress_of(row, 0)) for row in reported] == points
+    measured = [json.loads(text) for text in (tmp_path / "trial" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in measured if row["split"] == "val"]
+    assert [row["val_loss"] for row in reported] == losses[1:] and len(set(losses)) == 5
+    caught_up = rows_of(tmp_path / "trial")  # what is reported of a script whose reports were lost
+    assert [(row["step"], progress_of(row, 0), row["val_loss"]) for row in caught_up] == [
+        (*point, loss) for point, loss in zip(points, losses[1:], strict=True)
+    ]
+    ((_, shown),) = event_files.sessions(tmp_path / "trial").values()
+    assert shown["val/loss"] == pytest.approx(losses[-1], rel=1e-6)
 
 
 # ------------------------------------------------------------------ several sets

@@ -1,0 +1,72 @@
+"""`main_process_first` lets the first process of each node, or of all nodes, run a block before the others do."""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.timeout(200)
+# Each block notes the ranks that have left it before, and those that are to be first leave it together.
+SCRIPT = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+from distributed import Trainer
+
+rank, out = int(os.environ["RANK"]), Path(sys.argv[1])
+trainer = Trainer(lambda: torch.nn.Linear(2, 1), loss_fn=torch.nn.functional.mse_loss, device="cpu", verbose=False)
+
+
+def all_begun(name, ranks):
+    return all((out / f"{name}-{each}-begun").exists() for each in ranks)
+
+
+seen = {}
+for name, first in json.loads(sys.argv[2]).items():
+    with trainer.main_process_first(local=name == "local"):
+        seen[name] = [each for each in (0, 1) if (out / f"{name}-{each}-left").exists()]
+        (out / f"{name}-{rank}-begun").touch()
+        deadline = time.monotonic() + 60
+        while rank in first and not all_begun(name, first):
+            assert time.monotonic() < deadline, f"rank {rank} is alone in the block"
+            time.sleep(0.01)
+        (out / f"{name}-{rank}-left").touch()
+(out / f"{rank}.json").write_text(json.dumps(seen))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    return str(tmp_path / "script.py")
+
+
+def seen(out):
+    """Return what each rank saw: name of a block -> the ranks that had left it before."""
+    return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
+
+
+def test_on_one_node_its_first_process_is_the_main_process(script, run_cli, tmp_path):
+    first = json.dumps({"local": [0], "global": [0]})
+    command = ["train", "--script", script, "--backend", "pytorch-ddp", "--nproc-per-node", "2"]
+    done = run_cli([*command, "--", str(tmp_path), first], cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert seen(tmp_path) == [{"local": [], "global": []}, {"local": [0], "global": [0]}]
+
+
+def test_on_two_nodes_the_first_process_of_each_is_local(script, start, tmp_path):
+    """Two processes with the variables that torchrun sets on two nodes of one process each."""
+    first = json.dumps({"local": [0, 1], "global": [0]})
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = str(probe.getsockname()[1])
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    place = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **store}
+    argv = [sys.executable, script, str(tmp_path), first]
+    ranks = [start(argv, cwd=tmp_path, env={**place, "RANK": rank, "GROUP_RANK": rank}) for rank in ("0", "1")]
+    for each in ranks:
+        done = each.finish(100)
+        assert done.returncode == 0, done.output
+    assert seen(tmp_path) == [{"local": [], "global": []}, {"local": [], "global": [0]}]
