@@ -21,8 +21,8 @@ BACKENDS = {
     "single": ("gpt", "adapted"),
     "pytorch-ddp": ("gpt", "adapted"),
     "fsdp": CASES,
-    "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3"),  # the number is the stage
-    "horovod": ("gpt",),
+    "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3", "adapted-3"),  # the number is the stage
+    "horovod": ("gpt", "adapted"),
 }
 pytestmark = pytest.mark.timeout(480)
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(480)
 CHECKED = [
     pytest.param(
         backend, case, marks=FULL if backend in ("single", "horovod", "deepspeed") else ()
-    )  # the first two with a copy of the model, as pytorch-ddp
+    )  # all but DeepSpeed have a copy of the model in each process, as pytorch-ddp
     for backend, cases in BACKENDS.items()
     for case in cases
 ]
@@ -38,7 +38,8 @@ CHECKED = [
 
 def cases_of(backend):
     """Return the cases that can be trained here. The tests of the others say what is missing."""
-    return [case for case in BACKENDS.get(backend, ("gpt",)) if case != "adapted" or importlib.util.find_spec("peft")]
+    cases = BACKENDS.get(backend, ("gpt",))
+    return [case for case in cases if not case.startswith("adapted") or importlib.util.find_spec("peft")]
 
 
 def train(run_cli_once, out, backend, *flags, **more):
@@ -92,7 +93,7 @@ def trained(tmp_path_factory, run_cli_once):
 
 @pytest.mark.parametrize(("backend", "case"), CHECKED)
 def test_a_saved_model_is_the_checkpoint_bit_for_bit(trained, backend, case):
-    if case == "adapted":
+    if case.startswith("adapted"):
         needs_library("peft", backend)
     out, facts, _ = trained(backend)
     check(out, facts, case)

@@ -1,0 +1,96 @@
+"""Train with optimizers that settings name, validate in a stream, and log values: everyday.py OUT DTYPE CASE...
+
+For each case OUT gets CASE.safetensors, the weights, and CASE.json, the rows and the run directory.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import IterableDataset, TensorDataset
+
+from distributed import Callback, Trainer
+
+SAMPLES, GLOBAL = 44, 11  # four updates per epoch, of which each rank of two has five or six samples
+generator = torch.Generator().manual_seed(0)
+X = torch.randn(SAMPLES, 6, generator=generator)
+DATA = TensorDataset(X, (X.sum(1) > 0).long())
+BASE = {
+    "epochs": 2, "global_batch_size": GLOBAL, "learning_rate": 1e-2, "shuffle": False, "device": "cpu", "log_every_n_steps": 2,
+    "checkpoint_frequency": None, "keep_best": False, "verbose": False,
+}  # fmt: skip
+OPTIMIZERS = {
+    "adam": {"optimizer": "adam", "weight_decay": 0.3, "betas": (0.8, 0.9)},
+    "layer-rates": {"optimizer": "adamw", "layer_rates": {"body": 0.1, "head.bias": 2.0}},
+    "adafactor": {"optimizer": "adafactor"},
+    "muon": {"optimizer": "muon", "momentum": 0.9},
+}  # fmt: skip
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.Tanh())
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+def net():
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        return Net()
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield from DATA
+
+
+class LogsInHooks(Callback):
+    """Log another value on each rank."""
+
+    def on_step_end(self, state, result):
+        rank = self.context.worker.rank
+        self.context.log("hook_mean", 10 * rank + state.step)
+        self.context.log("hook_sum", rank + 1, reduce="sum")
+        self.context.log("hook_max", -rank - state.step, reduce="max")
+
+
+def logging_trainer(**settings):
+    def step(model, batch):
+        x, y = batch
+        trainer.log("step_mean", x[:, 0].mean())
+        trainer.log("step_sum", len(x), reduce="sum")
+        trainer.log("step_max", x.max(), reduce="max")
+        return cross_entropy(model(x), y)
+
+    settings = {**BASE, "epochs": 1, "optimizer": "sgd", **settings}
+    trainer = Trainer(net, training_step=step, callbacks=[LogsInHooks()], **settings)
+    return trainer
+
+
+def train(case, out, **settings):
+    """Train a case and write its results. All ranks call it."""
+    if case == "logged":
+        trainer = logging_trainer(**settings)
+        history = trainer.fit(DATA)
+    elif case == "stream":
+        trainer = Trainer(net, optimizer="sgd", **{**BASE, "max_steps": 10, "validate_every_n_steps": 3, **settings})
+        history = trainer.fit(Endless(), DATA)
+    else:
+        trainer = Trainer(net, **BASE, **OPTIMIZERS[case], **settings)
+        history = trainer.fit(DATA)
+    trainer.save(out / f"{case}.safetensors")
+    if trainer.is_main_process:
+        found = {"rows": history.rows, "run_dir": str(Path(history.run_dir).absolute())}
+        (out / f"{case}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    for name in sys.argv[3:]:
+        train(name, Path(sys.argv[1]), dtype=sys.argv[2])
