@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from distributed.config.libraries import is_installed
+from distributed.config.registry import default_backend
 from distributed.errors import ConfigError, nearest
 
 # kind -> libraries that its script imports, and how to install them
@@ -33,7 +34,7 @@ FOR_SCRIPT = """\
 
 # Of any script
 # nproc_per_node: 2         # processes on this machine
-# backend: pytorch-ddp      # see: distributed backends
+# backend: {backend}      # see: distributed backends
 # max_restarts: 3           # restarts after a worker died
 # seed: 0                   # of the generators of each process
 
@@ -92,7 +93,7 @@ def _begin_with(script: Path, directory: Path) -> None:
         raise ConfigError(f"--script {str(script)!r} cannot be read ({reason}): name a Python script") from None
     config = directory / FILES[1]
     command = f"distributed train --script {shlex.quote(str(script))} --config {shlex.quote(str(config))}"
-    _write(directory, {FILES[1]: FOR_SCRIPT.format(script=script.name, command=command)})
+    _write(directory, {FILES[1]: FOR_SCRIPT.format(script=script.name, command=command, backend=default_backend(2))})
     print(f"wrote {config}: every setting in it is commented out")
     if not _USES_US.search(text):
         print(
