@@ -115,7 +115,7 @@ class DeepSpeedOptions:
         """Yield (location, setting, value) for each of our settings that the DeepSpeed config determines."""
         return config_file.implied(self.deepspeed_config or {})
 
-    def of_arguments(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def settings_of_arguments(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of TrainingArguments without those that the optimizer of the DeepSpeed config replaces.
 
         As in transformers, its entries "auto" get the values of the arguments.

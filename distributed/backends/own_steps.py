@@ -31,11 +31,11 @@ class OwnSteps(Protocol):
 
     @property
     def is_owed(self) -> bool:
-        """Whether the micro-batch that was entered has had no backward pass."""
+        """True if the micro-batch that was entered has had no backward pass."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all micro-batches of the update batch have had their backward passes."""
+        """True if all micro-batches of the update batch have had their backward passes."""
 
     def begin(self, update_batch: UpdateBatch) -> None:
         """Begin an update. A collective."""

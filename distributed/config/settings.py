@@ -215,8 +215,8 @@ class DistributedConfig:
         settings, notices = settings_of(arguments, num_training_steps)
         config = cls(**settings)
         options: Any = config.options(backend_entry(config.backend).group) if config.backend is not None else None
-        if hasattr(options, "of_arguments"):  # the backend has read a config file of its own
-            config = cls(**options.of_arguments(settings))
+        if hasattr(options, "settings_of_arguments"):  # the backend has read a config file of its own
+            config = cls(**options.settings_of_arguments(settings))
         object.__setattr__(config, "_of_arguments", config._given)  # type: ignore[attr-defined]
         object.__setattr__(config, "_notices", (*config.notices, *notices))
         return config

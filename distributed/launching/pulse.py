@@ -19,7 +19,7 @@ from collections.abc import Iterator
 
 
 class Phase(enum.IntEnum):
-    """What a worker does."""
+    """Phase of a worker: the part of training that it is in."""
 
     SCRIPT = 0  # outside of a fit
     START = 1
@@ -52,7 +52,7 @@ STACKS_SIGNAL = signal.SIGQUIT  # makes a worker write the stacks of its threads
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """How far a worker is in training.
+    """Progress of a worker in training.
 
     Attributes:
         beats: how often the worker has written its progress, in all fits. The rank with the least is the one for which others wait.

@@ -290,10 +290,8 @@ class Verdicts:
             restarts_left = 0
         left = self._count.shrink(lost) if self._may_shrink(cause) and self._count is not None else 0
         if not left and (note := self._repeats.note_on(cause)) and restarts_left:
-            cause, restarts_left = (
-                dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})"),
-                0,
-            )
+            cause = dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})")
+            restarts_left = 0
         self.cause = cause
         if not self.stop_signal:
             detail: dict[str, Any] = {} if self.node is None else {"node": self.node}

@@ -112,11 +112,11 @@ def _overrides(layers: SettingLayers, without: Collection[str] = ()) -> Override
         flag=joined(own, outside.flag),
         notices=(*layers.notices, *outside.notices),
         hyperparameters={**outside.hyperparameters, **layers.hyperparameters},
-        in_call=tuple(option for option in options if not _is_typed(option, outside)),
+        in_call=tuple(option for option in options if not _is_flag(option, outside)),
     )
 
 
-def _is_typed(option: str, overrides: Overrides) -> bool:
+def _is_flag(option: str, overrides: Overrides) -> bool:
     group, _, name = option.partition(".")
     return name in overrides.flag.get(group, {})
 
@@ -126,9 +126,9 @@ def _warn_of_processes(worker: WorkerEnvironment, layers: SettingLayers) -> None
     per_node = worker.local_world_size
     running = {"num_gpus": worker.world_size, "num_nodes": worker.world_size // per_node}
     running |= {"gpus_per_node": per_node, "nproc_per_node": per_node}
-    own, typed, config = joined(layers.sweep, layers.code), layers.overrides.flag, layers.merged.config
+    own, flags, config = joined(layers.sweep, layers.code), layers.overrides.flag, layers.merged.config
     for name in _PROCESSES:
-        if name in own and name not in typed and own[name] != running.get(name):
+        if name in own and name not in flags and own[name] != running.get(name):
             text = (
                 f"{name}={own[name]} of launch() has no effect in a worker, of which {worker.world_size} run:"
                 f" start with --{name.replace('_', '-')} {own[name]}, or drop it"

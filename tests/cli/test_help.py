@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import re
 import shlex
@@ -117,3 +118,9 @@ def test_a_python_without_the_required_packages_is_named_with_the_cure(monkeypat
     said = capsys.readouterr().err
     assert end.value.code == 3 and said.count("\n") == 1
     assert f"{sys.executable} has no module 'typer'" in said and "activate the environment" in said
+
+
+def test_the_required_modules_are_those_of_the_required_packages() -> None:
+    wanted = importlib.metadata.requires("distributed-trainer") or []
+    packages = {re.split(r"[<>=; ]", each)[0].lower() for each in wanted if "extra ==" not in each}
+    assert {{"pyyaml": "yaml"}.get(name, name) for name in packages} == entry._REQUIRED

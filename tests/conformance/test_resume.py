@@ -86,7 +86,7 @@ def test_a_rank_that_hangs_is_named_and_changes_no_bit(run_cli, tmp_path, clean)
     """Rank 1 is stopped in a callback, then rank 0 never returns from a training step, where both ranks are at the same place."""
     faults = [["STOP-step", 8, 1], ["loop-forward", 13, 0]]
 
-    done = run_cli(arguments(tmp_path, faults, "--set", "hang_timeout=1"))
+    done = run_cli(arguments(tmp_path, faults, "--set", "hang_timeout=3"))
 
     assert done.returncode == 0, done.output
     (stopped, looping), stacks = hung(done, tmp_path)
@@ -104,7 +104,7 @@ def test_a_rank_that_hangs_is_named_and_changes_no_bit(run_cli, tmp_path, clean)
 def test_a_rank_may_hang_anywhere(run_cli, tmp_path, clean, kind):
     """In a validation and in a save it takes ten times as long until it is noticed."""
     number = {"loop-step": 10, "STOP-forward": 17}.get(kind, 8)
-    done = run_cli(arguments(tmp_path, [[kind, number, 0]], "--set", "hang_timeout=1"))
+    done = run_cli(arguments(tmp_path, [[kind, number, 0]], "--set", "hang_timeout=3"))
     assert done.returncode == 0, done.output
     warnings, _ = hung(done, tmp_path)
     assert len(warnings) == 1 and "warning: rank 0 hangs in step " in warnings[0], done.output
@@ -116,7 +116,7 @@ def test_a_rank_may_hang_anywhere(run_cli, tmp_path, clean, kind):
 def test_a_rank_that_hangs_is_named_on_every_backend(run_cli, tmp_path, backend):
     needs_backend(backend)
     world = 1 if backend == "single" else 2
-    flags = ["--backend", backend, "--set", "hang_timeout=1"]
+    flags = ["--backend", backend, "--set", "hang_timeout=3"]
     done = run_cli(arguments(tmp_path, [["loop-forward", 16, 0], ["STOP-step", 15, world - 1]], *flags, world=world))
     assert done.returncode == 0, done.output
     warnings = [line for line in done.stderr.splitlines() if " hangs in step " in line]

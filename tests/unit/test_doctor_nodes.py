@@ -1,4 +1,4 @@
-"""What `distributed doctor --num-nodes N` says of the findings of the nodes. tests/cli/test_many_nodes.py runs it on machines."""
+"""Messages of `distributed doctor --num-nodes N` about the findings of the nodes. tests/cli/test_many_nodes.py runs it on machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which worker hangs and when, decided from what workers say, and where a worker is, read from its stacks."""
+"""Decide which worker hangs and when from what workers say, and read from its stacks where a worker is."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the reader of each file said. One process reads them all, because its limit of memory is its own."""
+    """Return the answer of the reader of each file. One process reads them all, because its limit of memory is its own."""
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""What the launcher reads from its workers."""
+"""Read the output of workers in the launcher."""
 
 from __future__ import annotations
 

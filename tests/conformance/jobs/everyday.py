@@ -11,7 +11,8 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset, TensorDataset
 
-from distributed import Callback, Trainer
+from distributed import Trainer
+from tests.conformance.jobs.logs_in_hooks import LogsInHooks
 
 SAMPLES, GLOBAL = 44, 11  # four updates per epoch, of which each rank of two has five or six samples
 generator = torch.Generator().manual_seed(0)
@@ -49,16 +50,6 @@ class Endless(IterableDataset):
     def __iter__(self):
         while True:
             yield from DATA
-
-
-class LogsInHooks(Callback):
-    """Log another value on each rank."""
-
-    def on_step_end(self, state, result):
-        rank = self.context.worker.rank
-        self.context.log("hook_mean", 10 * rank + state.step)
-        self.context.log("hook_sum", rank + 1, reduce="sum")
-        self.context.log("hook_max", -rank - state.step, reduce="max")
 
 
 def logging_trainer(**settings):

@@ -6,16 +6,8 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from distributed import Callback, TensorFlowDistributedTrainer
-
-
-class LogsInHooks(Callback):
-    def on_step_end(self, state, result):
-        rank = self.context.worker.rank
-        self.context.log("hook_mean", 10 * rank + state.step)
-        self.context.log("hook_sum", rank + 1, reduce="sum")
-        self.context.log("hook_max", -rank - state.step, reduce="max")
-
+from distributed import TensorFlowDistributedTrainer
+from tests.conformance.jobs.logs_in_hooks import LogsInHooks
 
 x = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
 model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
