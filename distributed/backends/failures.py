@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, TrainingError
-from distributed.launching.causes import place_of
+from distributed.launching.causes import line_of
 
 
 class Failures:
@@ -48,7 +48,7 @@ class Failures:
 def _named(name: str, error: Exception) -> DistributedError:
     if isinstance(error, DistributedError):
         return error if repr(name) in str(error) else type(error)(f"metric {name!r}: {error}")
-    made = TrainingError(f"metric {name!r} failed: {type(error).__name__}: {error}{place_of(error)}")
+    made = TrainingError(f"metric {name!r} failed: {type(error).__name__}: {error}{line_of(error)}")
     made.__cause__ = error
     return made
 

@@ -114,7 +114,7 @@ class Mirror:
                     return self._fetch(info)
             except CheckpointError as error:
                 problem = str(error)
-                self._note(dataclasses.replace(info, problem=problem))
+                self._record(dataclasses.replace(info, problem=problem))
             self._warn(
                 f"{self.address}/{info.path.name} is damaged ({problem}), an older checkpoint is used if there is one"
             )
@@ -140,7 +140,7 @@ class Mirror:
         self._files.put_in_place(target)
         return target.name
 
-    def _note(self, info: CheckpointInfo) -> None:
+    def _record(self, info: CheckpointInfo) -> None:
         """Record a checkpoint of the storage."""
         with self._changed:
             self._stored = {**(self._stored or {}), str(info.path): info}
@@ -245,7 +245,7 @@ class Mirror:
             return
         self._copy_run()
         self._objects.write(f"{name}/{MANIFEST}", manifest)
-        self._note(dataclasses.replace(info, path=Path(name), is_best=False))
+        self._record(dataclasses.replace(info, path=Path(name), is_best=False))
         self._has_uploaded = True
         self._on_upload(Upload(info.path.name, info.step, info.manifest.total_bytes, time.monotonic() - began))
 

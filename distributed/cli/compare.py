@@ -108,8 +108,8 @@ def _lines(runs: Sequence[RunData], metric: str) -> Iterator[str]:
 
 def _letter(position: int) -> str:
     """Return A to Z, then A1 to Z1 and so on."""
-    turn, place = divmod(position, 26)
-    return chr(ord("A") + place) + (str(turn) if turn else "")
+    turn, letter = divmod(position, 26)
+    return chr(ord("A") + letter) + (str(turn) if turn else "")
 
 
 def _results(runs: Sequence[RunData]) -> dict[str, list[str]]:

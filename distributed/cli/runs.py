@@ -133,8 +133,8 @@ def _delete(chosen: Sequence[RunState], is_sure: bool) -> None:
         about = f"{run.status}, step {run.step}, {_age(time.time() - run.began)} old, {size_text(bytes_)}"
         print(shown(f"{run.path}  ({about})"))
     size = size_text(sum(sizes))
-    for place in dict.fromkeys(place for run in chosen for place in kept_elsewhere(run.path)):
-        print(shown(f"not deleted: {place}"))
+    for address in dict.fromkeys(address for run in chosen for address in kept_elsewhere(run.path)):
+        print(shown(f"not deleted: {address}"))
     if not is_sure:
         if not sys.stdin.isatty():
             raise ConfigError("--delete asks before it deletes, and there is no terminal: add --yes")
@@ -213,10 +213,10 @@ def _cells(run: RunState, best: Callable[[RunState], str]) -> list[str]:
 def _best_name(run: RunState, metric: str) -> str:
     """Return the metric to show: `metric`, else the loss of the validation, else any other metric of it, else the first one."""
 
-    def place(name: str) -> tuple[bool | str, ...]:
+    def by_value(name: str) -> tuple[bool | str, ...]:
         return name != metric, name != "val_loss", not name.startswith("val_"), name != "loss", name
 
-    return min(run.best, key=place, default="")
+    return min(run.best, key=by_value, default="")
 
 
 def _age(seconds: float) -> str:

@@ -66,10 +66,10 @@ def _text(job: BatchJob, options: RayJobOptions) -> str:
 def _script(job: BatchJob) -> str:
     """Return the script that the words of the job name, or "" if the file of --config names it. The last flag counts."""
     found = ""
-    for place, word in enumerate(job.words):
+    for index, word in enumerate(job.words):
         flag, equals, value = word.partition("=")
         if flag == "--script":
-            found = value if equals else job.words[place + 1]
+            found = value if equals else job.words[index + 1]
     return found
 
 

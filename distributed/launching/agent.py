@@ -29,12 +29,12 @@ from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_line
 from distributed.launching.fetched_logs import fetch_logs, send_logs
 from distributed.launching.hang_check import HangCheck
+from distributed.launching.heartbeat import STACKS_SIGNAL, Board
 from distributed.launching.listening import loopback_environ
 from distributed.launching.node_link import NodesEndedError
 from distributed.launching.node_server import LOST_AFTER_S
 from distributed.launching.nodes import Node, interface_environ, names_of, numbered
 from distributed.launching.output import WorkerOutput, display_of
-from distributed.launching.pulse import STACKS_SIGNAL, Board
 from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
@@ -70,7 +70,7 @@ class ForkAgent(SimpleElasticAgent):
         self.verdicts.find_hang = lambda: self._hangs.find_late(self.verdicts.watched)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
-        self._place, self._num_nodes = 0, 1  # this node's index among the nodes of this attempt, and their number
+        self._node_index, self._num_nodes = 0, 1  # this node's index among the nodes of this attempt, and their number
         self._world_size = 0  # of the attempt before, at the beginning of an attempt
         self._nodes: list[Node] = []  # nodes of this attempt; empty if there is only one
         self._names: dict[int, str] = {}  # by node rank, as they were shown
@@ -89,7 +89,7 @@ class ForkAgent(SimpleElasticAgent):
         """Take a message of the launcher or of a worker. May be called from any thread."""
         if message["op"] == "exit":
             progress = self._board.progress(message["local_rank"])
-            message = {**message, "place": (progress.fit, progress.step)}
+            message = {**message, "reached": (progress.fit, progress.step)}
         self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls
@@ -98,7 +98,7 @@ class ForkAgent(SimpleElasticAgent):
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
         """Number the ranks by `node_rank`, and take what node 0 offers in this round."""
-        self._place, self._num_nodes = group_rank, group_world_size
+        self._node_index, self._num_nodes = group_rank, group_world_size
         local = self._count.begin()
         try:
             begun = self._rendezvous_of_nodes.round
@@ -175,7 +175,7 @@ class ForkAgent(SimpleElasticAgent):
         error_file = self._run.logs / f"rank-{worker.global_rank}.error.json"
         error_file.unlink(missing_ok=True)
         found = WorkerEnvironment(
-            worker.global_rank, worker.local_rank, worker.world_size, len(group.workers), self._place, *self._master,
+            worker.global_rank, worker.local_rank, worker.world_size, len(group.workers), self._node_index, *self._master,
             attempt, "environment",
         )  # fmt: skip
         more = self._of_engine.environ(found, self._opened) if self._of_engine is not None else {}
@@ -186,7 +186,7 @@ class ForkAgent(SimpleElasticAgent):
         return {**environ, **self._interface_environ(), **more}
 
     def _interface_environ(self) -> dict[str, str]:
-        return interface_environ(self._nodes, self._place) if self._nodes else loopback_environ()
+        return interface_environ(self._nodes, self._node_index) if self._nodes else loopback_environ()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill the workers immediately.

@@ -32,7 +32,7 @@ class Failure:
     exit_code: int = 1
     signum: int = 0
     node: str = ""  # name of the rank's machine, if the launcher started workers on several
-    place: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
+    reached: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
     note: str = ""  # why the run is not restarted, although it may be after such a failure
 
     @property
@@ -93,7 +93,7 @@ def short_traceback(error: BaseException) -> str:
     return _format(error, short=True)
 
 
-def place_of(error: BaseException) -> str:
+def line_of(error: BaseException) -> str:
     """Return where in the user's code `error` was raised, as a phrase for a message, or "" if that is not known."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""

@@ -15,15 +15,15 @@ def send_logs(run: RunDirectory, shared: Path | None, run_id: str, node_rank: in
     Called on every node before the others know that its workers have ended. Raises OSError.
     """
     if shared is not None and run.part_of:
-        shutil.copytree(run.logs, _place(shared, run_id) / f"node-{node_rank}", dirs_exist_ok=True)
+        shutil.copytree(run.logs, _folder(shared, run_id) / f"node-{node_rank}", dirs_exist_ok=True)
 
 
 def fetch_logs(run: RunDirectory, shared: Path | None, run_id: str) -> None:
     """Move the logs that the other nodes have sent to RUN/logs/node-N. Called on node 0 after the last node has ended. Raises OSError."""
-    if shared is not None and (place := _place(shared, run_id)).is_dir():
-        shutil.copytree(place, run.logs, dirs_exist_ok=True)
-        shutil.rmtree(place)
+    if shared is not None and (folder := _folder(shared, run_id)).is_dir():
+        shutil.copytree(folder, run.logs, dirs_exist_ok=True)
+        shutil.rmtree(folder)
 
 
-def _place(shared: Path, run_id: str) -> Path:
+def _folder(shared: Path, run_id: str) -> Path:
     return shared / f".logs-{re.sub(r'[^0-9a-f]', '', run_id)}"  # the id came over a socket

@@ -25,8 +25,8 @@ from typing import Any
 from distributed.checkpoints.mirror import UPLOAD_FAILED
 from distributed.errors import TrainingError
 from distributed.launching.forking import fork
+from distributed.launching.heartbeat import Board
 from distributed.launching.output import display_of
-from distributed.launching.pulse import Board
 from distributed.launching.request import LaunchRequest
 from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals, Stop

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from distributed.launching.causes import Failure
 from distributed.launching.hangs import HangWatch, Suspects, culprit
-from distributed.launching.pulse import Board, Progress
+from distributed.launching.heartbeat import Board, Progress
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import collect, place_in_script, seen_from_outside, waits, why_silent
+from distributed.launching.stacks import collect, line_in_script, seen_from_outside, waits, why_silent
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
@@ -74,7 +74,7 @@ class HangCheck:
         where = f"{suspects.progress.words}: no progress for {suspects.still_s:.0f} s ({limit})"
         found = culprit(suspects, silent, waiting, is_alone=is_alone)
         if found is not None:
-            script = place_in_script(stacks[found])
+            script = line_in_script(stacks[found])
             why = why_silent(all_progress[found].pid) or (script and f"it is at {script}")
             text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
             return _failure(ranks[found], text, suspects.progress)
@@ -100,7 +100,7 @@ class HangCheck:
 
 
 def _failure(rank: int, text: str, progress: Progress) -> Failure:
-    return Failure(rank, "hang", time.time(), message=text, place=(progress.fit, progress.step))
+    return Failure(rank, "hang", time.time(), message=text, reached=(progress.fit, progress.step))
 
 
 def _instead(pid: int) -> str:

@@ -8,7 +8,7 @@ import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
 
-from distributed.launching.pulse import Phase, Progress
+from distributed.launching.heartbeat import Phase, Progress
 
 SLOW = 10  # how much longer than `hang_timeout` a part of training may take that is slow by its nature
 _STEPS = 5  # how many times as long as the median update a part of an update may take

@@ -62,7 +62,7 @@ class Round:
     offer: Any
     has_lost: bool = False
 
-    def place_of(self, node_rank: int) -> int:
+    def index_of(self, node_rank: int) -> int:
         """Return the index of the node among those that take part. Raises NodesEndedError if it does not take part."""
         if not self.ranks:  # the only node
             return 0

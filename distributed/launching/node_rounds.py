@@ -88,7 +88,7 @@ class Rounds:
         member = self.members[rank]
         if message["op"] == "join":
             member.wants, member.offer, member.is_regroup = True, message["offer"], bool(message["is_regroup"])
-            self._note_failure(rank, message.get("failure"))
+            self._record_failure(rank, message.get("failure"))
             if self.takes_part(rank):
                 for leaving in list(self._leaving):
                     self._let_go(leaving)
@@ -110,7 +110,7 @@ class Rounds:
             self._done[rank] = (f"node {rank} ({member.name}) {message['how']}", message["code"])
             self._is_trained = self._is_trained or bool(message["is_trained"])
             if not self._end_if_all_are_done():
-                self._tell_of_newcomers()
+                self._announce_newcomers()
                 if self._wants_another_round():
                     self._ask_for_a_round()
 
@@ -137,13 +137,13 @@ class Rounds:
     def brief(self, rank: int) -> None:
         """Tell a node that has joined, or has connected again, how the run stands."""
         if self._end is not None:
-            self.tell(self._end, rank)
+            self.send(self._end, rank)
         elif self._is_all_done:
-            self.tell({"op": "all done"} if self.takes_part(rank) else _TOO_LATE, rank)
+            self.send({"op": "all done"} if self.takes_part(rank) else _TOO_LATE, rank)
         elif self._round and not self.takes_part(rank) and self._done and self._min_nodes == self._num_nodes:
             self._finish_because_done()  # this one replaces a node whose workers the others still need
         elif self._round and not self.takes_part(rank):  # a lost node's workers wait for those of the others
-            self.tell({"op": "again", "when": "now"}, rank)
+            self.send({"op": "again", "when": "now"}, rank)
         elif self._round and self._wants_another_round():
             self._ask_for_a_round()
 
@@ -168,7 +168,7 @@ class Rounds:
             if now > deadline:
                 self._finish(f"{name} did not come back within {self._node_timeout:g} s (node_timeout)", rank)
 
-    def tell(self, message: Mapping[str, Any], *ranks: int) -> None:
+    def send(self, message: Mapping[str, Any], *ranks: int) -> None:
         """Send a message to the nodes `ranks`, as far as they are connected."""
         for rank in ranks:
             member = self.members.get(rank)
@@ -207,11 +207,11 @@ class Rounds:
         if not self._taking_part.keys() <= self._done.keys() | self._leaving.keys():
             return False
         self._is_all_done = True
-        self.tell({"op": "all done"}, *self._taking_part)
-        self.tell(_TOO_LATE, *(self.members.keys() - self._taking_part.keys()))
+        self.send({"op": "all done"}, *self._taking_part)
+        self.send(_TOO_LATE, *(self.members.keys() - self._taking_part.keys()))
         return True
 
-    def _note_failure(self, rank: int, failure: Any) -> None:
+    def _record_failure(self, rank: int, failure: Any) -> None:
         """Show and write down that a worker of another node has failed, once."""
         if rank == 0 or not isinstance(failure, dict) or self._failures.get(rank) == failure:
             return
@@ -250,7 +250,7 @@ class Rounds:
         for member in self.members.values():
             member.wants, member.is_regroup, member.asked = False, False, ""
         nodes = [{name: value for name, value in self.members[rank].about.items() if name != "same"} for rank in ranks]
-        self.tell(
+        self.send(
             {
                 "op": "round", "number": self._round, "ranks": ranks, "nodes": nodes, "offer": self.members[0].offer,
                 "has_lost": self._has_lost,
@@ -258,19 +258,19 @@ class Rounds:
             *ranks,
         )  # fmt: skip
         self._has_lost = False
-        self._tell_of_newcomers()
+        self._announce_newcomers()
 
     def _has_all(self) -> bool:
         """Return whether no node of this round is lost."""
         return all(self.takes_part(rank) or rank in self._leaving for rank in self._taking_part)
 
-    def _tell_of_newcomers(self) -> None:
+    def _announce_newcomers(self) -> None:
         """Let node 0 know how many nodes wait until its workers have saved."""
         waiting = sum(member.wants and not self.takes_part(rank) for rank, member in self.members.items())
         waiting = 0 if self._done else waiting  # their workers are not started again
         if waiting != self._num_waiting:
             self._num_waiting = waiting
-            self.tell({"op": "waiting", "count": waiting}, 0)
+            self.send({"op": "waiting", "count": waiting}, 0)
 
     def _ask_for_a_round(self, *, is_regroup: bool = False) -> None:
         """Let the nodes stop their workers and join the next round, because a node waits for it or is lost.
@@ -281,7 +281,7 @@ class Rounds:
             return
         waiting = [member for rank, member in self.members.items() if member.wants and self.takes_part(rank)]
         if self._min_nodes < self._num_nodes and not waiting and not is_regroup and self._has_all():
-            self._tell_of_newcomers()
+            self._announce_newcomers()
             return
         if self._done and self._wants_another_round():
             self._finish_because_done()
@@ -291,7 +291,7 @@ class Rounds:
         for rank, member in self.members.items():
             if not member.wants and member.asked not in (when, "now"):
                 member.asked = when
-                self.tell({"op": "again", "when": when}, rank)
+                self.send({"op": "again", "when": when}, rank)
 
     def _let_go(self, rank: int) -> None:
         """Go on without a node that has left on SIGTERM."""
@@ -311,7 +311,7 @@ class Rounds:
             if member.is_regroup and self._taking_part.get(rank) == member.id:  # it has left, and all workers know
                 del self._taking_part[rank]
         if takes_part and self._is_trained and self._min_nodes < self._num_nodes:
-            self.tell({"op": "gone", "node": name, "how": how}, *self.members)
+            self.send({"op": "gone", "node": name, "how": how}, *self.members)
             self._taking_part.pop(rank, None)  # the workers have trained to the end together
             self._end_if_all_are_done()
         elif takes_part and self._done and self._min_nodes < self._num_nodes:
@@ -319,12 +319,12 @@ class Rounds:
             self._finish(f"{name} {how}, and {done}, so that its workers cannot be started again", rank, code=code)
         elif len(self.members) >= self._min_nodes and self._round:
             if takes_part:
-                self.tell({"op": "gone", "node": name, "how": how}, *self.members)
+                self.send({"op": "gone", "node": name, "how": how}, *self.members)
             self._begin_round_if_complete(is_regroup=takes_part and member.is_regroup)
         else:
             if self._round:
                 self._lost[rank] = (name, time.monotonic() + self._node_timeout)
-                self.tell({"op": "lost", "node": name, "how": how, "seconds": self._node_timeout}, *self.members)
+                self.send({"op": "lost", "node": name, "how": how, "seconds": self._node_timeout}, *self.members)
             self._ask_for_a_round()
 
     def _finish_because_done(self) -> None:
@@ -336,4 +336,4 @@ class Rounds:
         """End the run on every node but `but`."""
         if self._end is None:
             self._end = {"op": "end", "why": why, "rank": rank, "code": code}
-            self.tell(self._end, *(each for each in self.members if each != but))
+            self.send(self._end, *(each for each in self.members if each != but))

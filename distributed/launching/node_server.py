@@ -116,7 +116,7 @@ class NodeServer:
                 self._lose(rank, silent if is_silent else "has ended, or its connection broke")
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
-            self._rounds.tell({"op": "beat"}, *self._members)
+            self._rounds.send({"op": "beat"}, *self._members)
             for rival, _ in list(self._rivals.values()):
                 with contextlib.suppress(OSError):
                     rival.send(op="beat")
@@ -248,7 +248,7 @@ class NodeServer:
         else:
             self._vacant.pop(rank, None)
             self._rounds.come(rank, Member(here["id"], here["about"], connection, time.monotonic()))
-        self._rounds.tell({"op": "welcome", "rank": rank, **self._welcome}, rank)
+        self._rounds.send({"op": "welcome", "rank": rank, **self._welcome}, rank)
         self._rounds.brief(rank)
 
     def _lose(self, rank: int, how: str, code: int = 1) -> None:

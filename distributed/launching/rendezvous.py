@@ -90,8 +90,8 @@ class OneNode(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self.round, self.is_round_wanted = self._next_round(), False
-        place, nodes = self.round.place_of(self.request.node_rank), max(1, len(self.round.nodes))
-        return RendezvousInfo(dist.HashStore(), place, nodes, RendezvousStoreInfo("127.0.0.1", 0))
+        index, nodes = self.round.index_of(self.request.node_rank), max(1, len(self.round.nodes))
+        return RendezvousInfo(dist.HashStore(), index, nodes, RendezvousStoreInfo("127.0.0.1", 0))
 
     def _next_round(self) -> Round:
         return Round(self.round.number + 1, [], [], self.offer())

@@ -1,4 +1,4 @@
-"""Notice that a run fails again and again at the same place, so that further restarts are in vain."""
+"""Notice that a run fails again and again at the same step, so that further restarts are in vain."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Repeats:
         self._last: object = None
         self._count = 0
 
-    def note_on(self, failure: Failure) -> str:
+    def count(self, failure: Failure) -> str:
         """Count a failure, and return in words that it was repeated too often, or ""."""
-        fit, step = failure.place
+        fit, step = failure.reached
         same = (failure.rank, failure.kind, failure.type, failure.signum, fit, step)
         is_known = fit > 0 and not failure.is_consequence
         self._count = self._count + 1 if is_known and same == self._last else 1

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from distributed.config.registry import REGISTRY
 from distributed.launching.causes import is_ours, is_users
-from distributed.launching.pulse import Board
+from distributed.launching.heartbeat import Board
 
 _ANSWER_S = 3.0  # time for a worker to answer
 _PY_SPY_S = 5.0
@@ -72,7 +72,7 @@ def seen_from_outside(pid: int) -> str:
     return ""
 
 
-def place_in_script(stacks: str) -> str:
+def line_in_script(stacks: str) -> str:
     """Return the file, the line and the function of the user's code in which the main thread is, or ""."""
     found = next((frame for frame in _frames(stacks) if is_users(frame[0])), None)
     return "" if found is None else f"{found[0]}, line {found[1]}, in {found[2]}"

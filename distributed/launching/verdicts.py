@@ -55,7 +55,7 @@ class _Rank:
     is_unshared: bool = False  # whether the worker ended without sharing its work with another one
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended: float = 0.0
-    place: tuple[int, int] = (0, 0)  # see Failure
+    reached: tuple[int, int] = (0, 0)  # see Failure
 
     def failure(self) -> Failure | None:
         """Return how the worker failed, or None if it did not fail so far."""
@@ -71,8 +71,8 @@ class _Rank:
         """Return the end of the worker as a failure, even if it ended with code 0 while others still needed it."""
         assert self.status is not None
         if self.status < 0:
-            return Failure(self.rank, "signal", self.ended, signum=-self.status, node=self.node, place=self.place)
-        return Failure(self.rank, "exit", self.ended, exit_code=self.status, node=self.node, place=self.place)
+            return Failure(self.rank, "signal", self.ended, signum=-self.status, node=self.node, reached=self.reached)
+        return Failure(self.rank, "exit", self.ended, exit_code=self.status, node=self.node, reached=self.reached)
 
 
 class Verdicts:
@@ -155,7 +155,7 @@ class Verdicts:
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
-                rank.place = _place_in(message)
+                rank.reached = _reached_in(message)
             else:
                 self._add_event(message)
             self._changed.notify_all()
@@ -192,7 +192,7 @@ class Verdicts:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
-                    message["exit_code"], node=rank.node, place=_place_in(message),
+                    message["exit_code"], node=rank.node, reached=_reached_in(message),
                 )  # fmt: skip
 
     def blame(self, failure: Failure) -> None:
@@ -289,7 +289,7 @@ class Verdicts:
         if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
         left = self._count.shrink(lost) if self._may_shrink(cause) and self._count is not None else 0
-        if not left and (note := self._repeats.note_on(cause)) and restarts_left:
+        if not left and (note := self._repeats.count(cause)) and restarts_left:
             cause = dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})")
             restarts_left = 0
         self.cause = cause
@@ -394,8 +394,8 @@ class Verdicts:
         self._display.handle({"kind": "warning", "text": text})
 
 
-def _place_in(message: Mapping[str, Any]) -> tuple[int, int]:
-    fit, step = message.get("place", (0, 0))
+def _reached_in(message: Mapping[str, Any]) -> tuple[int, int]:
+    fit, step = message.get("reached", (0, 0))
     return fit, step
 
 

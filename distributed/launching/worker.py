@@ -26,7 +26,7 @@ from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.engines import has_joined, seed_generators, use_store
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.pulse import pulse
+from distributed.launching.heartbeat import heartbeat
 from distributed.launching.request import (
     Handover,
     LaunchRequest,
@@ -177,7 +177,7 @@ def _failed(error: BaseException, on_event: OnEvent) -> int:
         "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
         "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
-        "place": [(at := pulse().progress).fit, at.step],
+        "reached": [(at := heartbeat().progress).fit, at.step],
     })  # fmt: skip
     return code
 

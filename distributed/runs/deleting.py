@@ -102,9 +102,9 @@ def kept_elsewhere(path: Path) -> list[str]:
     recorded = read_recorded(path / "config.yaml")
     found = addresses_of(path)
     for name in ("checkpoint_dir", "tensorboard_dir"):
-        place = recorded.get(name)
-        if not isinstance(place, str) or not Path(place).exists():  # `exists` is false for a text that is no path
+        address = recorded.get(name)
+        if not isinstance(address, str) or not Path(address).exists():  # `exists` is false for a text that is no path
             continue
-        if not Path(place).resolve().is_relative_to(path.resolve()):
-            found.append(str(place))
+        if not Path(address).resolve().is_relative_to(path.resolve()):
+            found.append(str(address))
     return found

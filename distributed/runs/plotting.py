@@ -85,7 +85,7 @@ def _draw(axes: Axes, rows: Sequence[dict[str, float]], names: Sequence[str]) ->
     is_by_steps = len(set(epochs)) < len(epochs)
     places = [row["step"] for row in rows] if is_by_steps else epochs
     for position, name in enumerate(names):
-        where = [place for place, row in zip(places, rows, strict=True) if name in row]
+        where = [index for index, row in zip(places, rows, strict=True) if name in row]
         values = [row[name] for row in rows if name in row]
         style = "--" if name.startswith(_VAL) else "-"
         axes.plot(where, values, style, color=f"C{position}", marker="o", markersize=3, label=name)

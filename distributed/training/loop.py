@@ -14,7 +14,7 @@ from distributed.backends.base import Backend, ShardedData
 from distributed.callbacks import Callback, EarlyStopping
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, TrainingError
-from distributed.launching.pulse import Phase, Pulse, pulse
+from distributed.launching.heartbeat import Heartbeat, Phase, heartbeat
 from distributed.loggers.base import Recorder
 from distributed.metrics.monitor import (
     PREFIX,
@@ -64,7 +64,7 @@ class Run:
     is_over: bool = False  # whether the last checkpoint is saved
     # The hooks `on_step_end` of the callbacks that have one.
     on_step_end: Sequence[Callable[[TrainState, StepResult], None]] = ()
-    pulse: Pulse = dataclasses.field(default_factory=pulse)  # says to the launcher where this rank is
+    heartbeat: Heartbeat = dataclasses.field(default_factory=heartbeat)  # says to the launcher where this rank is
     window: list[StepResult] = dataclasses.field(default_factory=list)  # results of steps that are not summed yet
     peeked: Peeked = dataclasses.field(default_factory=Peeked)  # sums of the window for callbacks
     window_start: float = 0.0
@@ -115,7 +115,7 @@ def fit(run: Run) -> None:
 def begin(run: Run) -> None:
     """Call the hooks of the start, and validate or save if the settings ask for it. A collective."""
     state = run.state
-    run.pulse.begin(state.step, compiles=run.config.compile, timeout_s=run.config.timeout_s)
+    run.heartbeat.begin(state.step, compiles=run.config.compile, timeout_s=run.config.timeout_s)
     for callback in run.callbacks:
         callback.on_train_start(state)
     _agree_on_stop(run)
@@ -133,7 +133,7 @@ def begin(run: Run) -> None:
 def end(run: Run) -> None:
     """Log, save the last checkpoint, and call the hooks of the end. A collective."""
     state = run.state
-    run.pulse.mark(Phase.END, state.step, is_slow=True)
+    run.heartbeat.mark(Phase.END, state.step, is_slow=True)
     _log(run, is_end=True)
     if not was_interrupted(state) and _lacks_row(run):
         _keep_last_row(run)
@@ -144,7 +144,7 @@ def end(run: Run) -> None:
             f"the last checkpoint, of step {state.step}, could not be written: free disk space and run again with --resume"
         )
     run.is_over = True
-    run.pulse.mark(Phase.END, state.step, is_slow=True)
+    run.heartbeat.mark(Phase.END, state.step, is_slow=True)
     # Recorders come last, because they record what the others log at the end.
     for callback in run.callbacks:
         if not isinstance(callback, Recorder):
@@ -180,7 +180,7 @@ def update_batches(run: Run) -> Iterator[UpdateBatch]:
     """
     state = run.state
     # The processes of a loader may start, and the data set may prepare itself.
-    run.pulse.mark(Phase.DATA, state.step + 1, is_slow=True)
+    run.heartbeat.mark(Phase.DATA, state.step + 1, is_slow=True)
     if state.step < (run.config.max_steps or math.inf):
         for callback in run.callbacks:
             callback.on_epoch_start(state)
@@ -204,7 +204,7 @@ def enter(run: Run) -> bool:
     while (action := run.common_step.tick()) is not None:
         if not _act(run, action):
             return False
-    run.pulse.mark(Phase.TRAINING, state.step + 1)
+    run.heartbeat.mark(Phase.TRAINING, state.step + 1)
     return True
 
 
@@ -224,7 +224,7 @@ def follow(run: Run, result: StepResult) -> bool:
     A collective only if something is due.
     """
     state, logged = run.state, run.backend.logged
-    run.pulse.mark(Phase.CALLBACKS, state.step)
+    run.heartbeat.mark(Phase.CALLBACKS, state.step)
     if logged.is_pending:
         logged.attach(result, state.step)
     if run.uncertain:
@@ -240,7 +240,7 @@ def follow(run: Run, result: StepResult) -> bool:
     save_every = run.config.checkpoint_every_n_steps or math.inf
     if state.step % save_every == 0 and run.last_saved != (state.step, state.epoch):
         _save_or_wait(run)
-    run.pulse.mark(Phase.DATA, state.step + 1)
+    run.heartbeat.mark(Phase.DATA, state.step + 1)
     return True
 
 
@@ -426,7 +426,7 @@ def _validate(run: Run) -> bool:
     if state.step:
         run.backend.step_schedule(row, is_epoch_end=False)
     is_better = _keep_row(run, row)
-    _tell_of_validation(run, row)
+    _end_validation(run, row)
     _agree_on_stop(run)
     if run.is_save_due or (is_better and run.validates_by_steps):
         _save_or_wait(run)
@@ -443,13 +443,13 @@ def finish_epoch(run: Run) -> bool:
     _log(run, is_end=True)
     state, is_by_steps = run.state, run.validates_by_steps
     has_row = not is_by_steps or (_is_end(run) and not state.has_row)
-    run.pulse.mark(Phase.CALLBACKS, state.step, is_slow=True)
+    run.heartbeat.mark(Phase.CALLBACKS, state.step, is_slow=True)
     row = _measure(run, is_validated=has_row)
     if row is None:
         return False
     if has_row:
         _keep_row(run, row, is_open=is_by_steps)
-        _tell_of_validation(run, row)
+        _end_validation(run, row)
     run.epoch_row = row
     state.epoch += 1
     state.samples_in_epoch = 0
@@ -484,7 +484,7 @@ def _keep_last_row(run: Run) -> None:
     row = _measure(run, is_validated=True)
     if row is not None:
         _keep_row(run, row, is_open=True)
-        _tell_of_validation(run, row)
+        _end_validation(run, row)
         run.last_saved = (-1, -1)  # save again, so that the last checkpoint holds the row
 
 
@@ -497,7 +497,7 @@ def extend_last_row(run: Run) -> None:
     if state.rows and state.rows[-1]["step"] == state.step:
         row, state.is_last_row_open = {**state.rows[-1], **row}, True  # replaces that row
     _keep_row(run, row)
-    _tell_of_validation(run, row)
+    _end_validation(run, row)
     run.last_saved = (-1, -1)  # save again, so that the last checkpoint holds the row
 
 
@@ -542,21 +542,21 @@ def _has_trained(run: Run) -> bool:
 
 
 def _measure_validation(run: Run, validation: Validation) -> dict[str, float] | None:
-    run.pulse.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
+    run.heartbeat.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
     for callback in run.callbacks:
         callback.on_validation_start(run.state)
     run.is_validating = True
-    run.pulse.mark(Phase.VALIDATION, run.state.step, is_slow=True)
+    run.heartbeat.mark(Phase.VALIDATION, run.state.step, is_slow=True)
     with run.backend.logged.set_aside():  # what the hooks logged is no metric of the validation
         measured = validation.measure(run.backend, lambda: enter_evaluation(run))
     run.is_validating = False
-    run.pulse.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
+    run.heartbeat.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
     if measured is None:
-        _tell_of_validation(run, {})
+        _end_validation(run, {})
     return measured
 
 
-def _tell_of_validation(run: Run, row: Mapping[str, float]) -> None:
+def _end_validation(run: Run, row: Mapping[str, float]) -> None:
     for callback in run.callbacks if run.validation is not None else ():
         callback.on_validation_end(run.state, row)
 
@@ -581,7 +581,7 @@ def enter_evaluation(run: Run) -> bool:
     while (action := run.common_step.tick()) is not None:
         if not _act(run, action) and was_interrupted(run.state):
             return False
-    run.pulse.mark(Phase.VALIDATION, run.state.step, is_slow=True)
+    run.heartbeat.mark(Phase.VALIDATION, run.state.step, is_slow=True)
     return True
 
 
@@ -594,7 +594,7 @@ def _record_pending(run: Run) -> None:
 def save(run: Run) -> None:
     """Save a checkpoint now. A collective."""
     run.is_save_due = False
-    run.pulse.mark(Phase.SAVING, run.state.step, is_slow=True)
+    run.heartbeat.mark(Phase.SAVING, run.state.step, is_slow=True)
     collect(run)
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
@@ -609,4 +609,4 @@ def save(run: Run) -> None:
     run.saved_s += seconds
     if is_saved:
         run.last_saved = (run.state.step, run.state.epoch)
-    run.pulse.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
+    run.heartbeat.mark(Phase.CALLBACKS, run.state.step, is_slow=True)

@@ -13,7 +13,7 @@ from distributed.backends.base import ShardedData
 from distributed.callbacks import Callback
 from distributed.data import num_micro_batches
 from distributed.errors import ConfigError, TrainingError
-from distributed.launching.pulse import Phase
+from distributed.launching.heartbeat import Phase
 from distributed.metrics.monitor import PREFIX
 from distributed.runs.summary import was_interrupted
 from distributed.state import StepResult
@@ -230,7 +230,7 @@ class OwnRun:
     def _enter_script(self) -> None:
         """Say that code of the script runs that may take any time."""
         if self._run is not None:
-            self._run.pulse.mark(Phase.SCRIPT, self._run.state.step)
+            self._run.heartbeat.mark(Phase.SCRIPT, self._run.state.step)
 
     def _finish_epoch(self, run: loop.Run) -> bool:
         """End the epoch with what was logged of its validation. A collective."""

@@ -34,7 +34,7 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
 from distributed.launching.exposure import launcher_warnings
-from distributed.launching.pulse import Phase, pulse
+from distributed.launching.heartbeat import Phase, heartbeat
 from distributed.launching.reporter import Reporter
 from distributed.launching.request import launched_by, link
 from distributed.loggers import registry as loggers
@@ -160,7 +160,7 @@ class FitSession:
 
         `leaving` closes what was opened.
         """
-        leaving.enter_context(pulse().fit())
+        leaving.enter_context(heartbeat().fit())
         merged = self.setup.merge_for_fit(settings)
         backend = self.backend
         self._configure(merged)
@@ -322,7 +322,7 @@ class FitSession:
     def _enter_batch(self) -> bool:
         """Say that a batch of an evaluation or a prediction inside a fit begins. Return True."""
         if self._fit is not None:
-            pulse().mark(Phase.VALIDATION, self._fit.state.step, is_slow=True)
+            heartbeat().mark(Phase.VALIDATION, self._fit.state.step, is_slow=True)
         return True
 
     def _record_failure(self, fit: Fit, error: BaseException) -> None:
@@ -619,7 +619,7 @@ class FitSession:
         state = self._state or TrainState()
         if self._fit is not None:
             state = self._fit.state_to_save()
-            pulse().mark(Phase.SAVING, state.step, is_slow=True)
+            heartbeat().mark(Phase.SAVING, state.step, is_slow=True)
         with self.backend.own_generators():  # a checkpoint stores their states too
             saved = store.save(state, _without_paths(self.merged.config), None)
         if saved is None:

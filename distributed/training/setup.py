@@ -321,10 +321,10 @@ def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
     is_fine = asked is None or (least or 0) <= running <= asked
     if not is_fine and merged.source("nproc_per_node") != "flag":
         name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
-        place = "config file" if merged.source(name) == "file" else "script"
+        source = "config file" if merged.source(name) == "file" else "script"
         raise ConfigError(
-            f"{name}={asked} in the {place}, but the launcher has started {running} process{'es' * (running > 1)} per node before it"
-            f" read the {place}: start with --nproc-per-node {asked}, or drop it from the {place}"
+            f"{name}={asked} in the {source}, but the launcher has started {running} process{'es' * (running > 1)} per node before it"
+            f" read the {source}: start with --nproc-per-node {asked}, or drop it from the {source}"
         )
     if not (is_placed and config.num_nodes == 1):  # 1 leaves the nodes to the backend
         _check_nodes(merged)
@@ -353,10 +353,10 @@ def _check_nodes(merged: MergedConfig) -> None:
     """Raise ConfigError if the script gives another number of nodes than our launcher was started with."""
     request, asked = launched_by(), merged.config.num_nodes
     if request is not None and merged.is_given("num_nodes") and asked != request.num_nodes:
-        place = "config file" if merged.source("num_nodes") == "file" else "script"
+        source = "config file" if merged.source("num_nodes") == "file" else "script"
         raise ConfigError(
-            f"num_nodes={asked} in the {place} is not the running world's {request.num_nodes}:"
-            f" start with --num-nodes {asked}, or drop it from the {place}"
+            f"num_nodes={asked} in the {source} is not the running world's {request.num_nodes}:"
+            f" start with --num-nodes {asked}, or drop it from the {source}"
         )
 
 

@@ -22,8 +22,8 @@ from distributed.launching import agent, elastic
 from distributed.launching.agent import ForkAgent
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.hang_check import HangCheck
+from distributed.launching.heartbeat import Board
 from distributed.launching.node_link import NodesEndedError, Round
-from distributed.launching.pulse import Board
 from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display

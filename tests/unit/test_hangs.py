@@ -15,9 +15,9 @@ from distributed.launching import hang_check
 from distributed.launching.causes import Failure
 from distributed.launching.hang_check import HangCheck
 from distributed.launching.hangs import HangWatch, Suspects, culprit
-from distributed.launching.pulse import Board, Phase, Progress, Pulse, progress_in
+from distributed.launching.heartbeat import Board, Heartbeat, Phase, Progress, progress_in
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import place_in_script, waits
+from distributed.launching.stacks import line_in_script, waits
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -130,18 +130,18 @@ def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
 
 
 def test_the_launcher_reads_what_the_worker_writes():
-    board, pulse = Board(2), Pulse()
-    pulse.attach(board._slot(1))
+    board, heartbeat = Board(2), Heartbeat()
+    heartbeat.attach(board._slot(1))
     assert (board.progress(1).pid, board.progress(1).fit) == (os.getpid(), 0)
-    with pulse.fit():
+    with heartbeat.fit():
         assert (board.progress(1).fit, board.progress(1).phase, board.progress(1).is_slow) == (1, Phase.START, True)
-        pulse.begin(6, compiles=False, timeout_s=2.5)
+        heartbeat.begin(6, compiles=False, timeout_s=2.5)
         for step, is_slow in ((7, True), (8, True), (9, False)):
-            pulse.mark(TRAINING, step)
+            heartbeat.mark(TRAINING, step)
             assert (board.progress(1).step, board.progress(1).is_slow) == (step, is_slow)
         assert board.progress(1).timeout_s == 2.5
         before = board.progress(1).beats
-        pulse.mark(Phase.SAVING, 9, is_slow=True)
+        heartbeat.mark(Phase.SAVING, 9, is_slow=True)
         assert board.progress(1).beats == before + 1 and board.progress(1).is_slow
     assert (board.progress(1).phase, board.progress(1).step) == (Phase.SCRIPT, 9)
     assert board.progress(0) == progress_in(memoryview(bytes(72)).cast("q"))  # the other worker has said nothing
@@ -150,13 +150,13 @@ def test_the_launcher_reads_what_the_worker_writes():
 
 
 def test_with_compile_any_update_may_compile_again():
-    pulse = Pulse()
-    with pulse.fit():
-        pulse.begin(0, compiles=True, timeout_s=2.5)
-        pulse.mark(TRAINING, 50)
-        assert pulse.progress.is_slow
-        pulse.mark(DATA, 51)
-        assert not pulse.progress.is_slow
+    heartbeat = Heartbeat()
+    with heartbeat.fit():
+        heartbeat.begin(0, compiles=True, timeout_s=2.5)
+        heartbeat.mark(TRAINING, 50)
+        assert heartbeat.progress.is_slow
+        heartbeat.mark(DATA, 51)
+        assert not heartbeat.progress.is_slow
 
 
 # ------------------------------------------------------------------ stacks
@@ -196,15 +196,13 @@ BACKWARD, OURS = f"{PACKAGES}/torch/autograd/graph.py", hang_check.__file__
 def test_a_rank_that_waits_for_others_is_told_from_one_that_hangs(files, does_wait):
     stacks = main_thread(*files)
     assert waits(stacks) is does_wait
-    assert place_in_script(stacks) == (f"{SCRIPT}, line 9, in step" if files else "")
+    assert line_in_script(stacks) == (f"{SCRIPT}, line 9, in step" if files else "")
 
 
 def test_stacks_are_read_as_python_writes_them():
     stacks = stacks_of(lambda dump: dump())
     assert not waits(stacks)
-    assert place_in_script(stacks).startswith(f"{__file__}, line ") and place_in_script(stacks).endswith(
-        ", in <lambda>"
-    )
+    assert line_in_script(stacks).startswith(f"{__file__}, line ") and line_in_script(stacks).endswith(", in <lambda>")
 
 
 # ------------------------------------------------------------------ the check of an agent
@@ -243,11 +241,11 @@ def stand(board, clock, found, seconds):
 
 def train(board, *steps):
     for index, step in enumerate(steps):
-        pulse = Pulse()
-        pulse._beats = 3 * step
-        pulse.attach(board._slot(index))
+        heartbeat = Heartbeat()
+        heartbeat._beats = 3 * step
+        heartbeat.attach(board._slot(index))
         board._slot(index)[4] = 1
-        pulse.mark(TRAINING, step)
+        heartbeat.mark(TRAINING, step)
         board._slot(index)[8] = 0
 
 
@@ -256,7 +254,7 @@ def test_a_hang_names_rank_step_and_the_directory_with_a_file_for_each_rank(chec
     train(board, 9, 8)
     found = stand(board, clock, make(hang_timeout=2.0), 3)
     (directory,) = (tmp_path / "logs").glob("stacks-*")
-    assert (found.rank, found.kind, found.place) == (1, "hang", (1, 8))
+    assert (found.rank, found.kind, found.reached) == (1, "hang", (1, 8))
     assert (
         str(found)
         == f"rank 1 hangs in step 8 (training): no progress for 2 s (hang_timeout=2); stacks are in {directory}"
@@ -304,7 +302,7 @@ def test_a_hang_restarts_the_run_and_is_the_cause_if_no_restart_is_left(tmp_path
     for left, verdict in ((1, Verdict.RESTART), (0, Verdict.OVER)):
         found.begin({0: 0, 1: 1}, 1 - left)
         assert found.watched == {0: 0, 1: 1}
-        found.blame(Failure(1, "hang", 1.0, message="rank 1 hangs in step 8", place=(1, 8 - left)))
+        found.blame(Failure(1, "hang", 1.0, message="rank 1 hangs in step 8", reached=(1, 8 - left)))
         assert found.watched == {0: 0}
         assert found.judge(left) is verdict
         found.add({"op": "exit", "local_rank": 1, "status": -9, "time": 2.0})
@@ -321,7 +319,7 @@ def test_the_rank_that_stood_still_is_the_cause_and_not_the_one_that_waited_for_
     found.find_hang = lambda: hang
     lost = {
         "op": "event", "kind": "error", "rank": 0, "message": "Timed out waiting 300000ms for recv", "type": "RuntimeError",
-        "traceback": "", "exit_code": 1, "is_message_enough": False, "time": 5.0, "place": [1, 9],
+        "traceback": "", "exit_code": 1, "is_message_enough": False, "time": 5.0, "reached": [1, 9],
     }  # fmt: skip
     found.add({**lost})
     assert found.judge(3) is Verdict.RESTART and found.cause is hang

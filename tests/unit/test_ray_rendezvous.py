@@ -349,7 +349,7 @@ def test_the_end_is_said_when_the_output_has_been_read():
     assert select.select([launchers["commands"]], [], [], 0.3)[0] == []
     assert launchers["control"].recv(10) == b""
     launchers["control"].close()
-    assert seals("secret", "worker")[1].open(launchers["commands"].recv(200)) == {"status": 1, "place": [2, 7]}
+    assert seals("secret", "worker")[1].open(launchers["commands"].recv(200)) == {"status": 1, "reached": [2, 7]}
     worker.join()
     for each in (*mine.values(), launchers["commands"]):
         each.close()

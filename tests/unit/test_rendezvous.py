@@ -14,8 +14,8 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
 from distributed.errors import ResourceError
 from distributed.launching import agent, rendezvous
+from distributed.launching.heartbeat import Board
 from distributed.launching.node_link import NodesEndedError, Round
-from distributed.launching.pulse import Board
 from distributed.launching.rendezvous import ManyNodes, OneNode, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.runs.directory import RunDirectory

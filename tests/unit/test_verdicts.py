@@ -15,7 +15,7 @@ import pytest
 from distributed.backends._ray.launch import _Launch
 from distributed.backends._ray.rendezvous import RendezvousServer
 from distributed.launching.forkserver import ForkServer
-from distributed.launching.pulse import Board
+from distributed.launching.heartbeat import Board
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.verdicts import Verdict, Verdicts
@@ -167,23 +167,23 @@ def test_a_node_leaves_only_if_the_others_go_on(run, stop, interrupted, node_ran
     assert found.leaves is leaves
 
 
-def failed(found, attempt, left, *, signum=9, rank=1, place=(1, 8), exception=None):
+def failed(found, attempt, left, *, signum=9, rank=1, reached=(1, 8), exception=None):
     """Return the verdict on an attempt that fails in this way."""
     found.begin({0: 0, 1: 1}, attempt)
     if exception is not None:
         found.add({
             "op": "event", "kind": "error", "rank": rank, "type": exception, "message": f"{time.time()}", "traceback": "",
-            "time": time.time(), "exit_code": 1, "is_message_enough": False, "place": list(place),
+            "time": time.time(), "exit_code": 1, "is_message_enough": False, "reached": list(reached),
         })  # fmt: skip
     status = 1 if exception is not None else -signum
-    found.add({"op": "exit", "local_rank": rank, "status": status, "time": time.time(), "place": place})
+    found.add({"op": "exit", "local_rank": rank, "status": status, "time": time.time(), "reached": reached})
     return found.judge(left)
 
 
 @pytest.mark.parametrize("how", [{}, {"exception": "ValueError"}])
 def test_the_third_failure_in_a_row_without_progress_is_the_last(run, capsys, how):
     found = verdicts(run, io.StringIO(), max_restarts=8, restart_on_exception=True, nproc_per_node=2)
-    assert failed(found, 0, 8, place=(1, 5), **how) is Verdict.RESTART  # at another step
+    assert failed(found, 0, 8, reached=(1, 5), **how) is Verdict.RESTART  # at another step
     assert [failed(found, 1 + i, 7 - i, **how) for i in range(3)] == [Verdict.RESTART, Verdict.RESTART, Verdict.OVER]
     note = "stopped, because the same failure came 3 times at step 8 (max_restarts=8)"
     assert run.read_events()[-1]["cause"].endswith(f"; {note}")
@@ -194,8 +194,8 @@ def test_the_third_failure_in_a_row_without_progress_is_the_last(run, capsys, ho
 @pytest.mark.parametrize(
     "third",
     [
-        {"place": (1, 9)},  # the run has made progress
-        {"place": (2, 8)},  # in a later fit
+        {"reached": (1, 9)},  # the run has made progress
+        {"reached": (2, 8)},  # in a later fit
         {"rank": 0},
         {"signum": 11},
         {"exception": "ValueError"},
@@ -209,10 +209,10 @@ def test_another_failure_begins_the_count_again(run, third):
 def test_a_failure_outside_of_a_fit_is_never_the_same_as_another(run):
     """A script without a Trainer may make progress of which nothing is known."""
     found = verdicts(run, io.StringIO(), max_restarts=8, nproc_per_node=2)
-    assert {failed(found, i, 8 - i, place=(0, 0)) for i in range(5)} == {Verdict.RESTART}
+    assert {failed(found, i, 8 - i, reached=(0, 0)) for i in range(5)} == {Verdict.RESTART}
 
 
 def test_what_was_repeated_too_often_before_the_first_step_says_so(run):
     found = verdicts(run, io.StringIO(), max_restarts=8, nproc_per_node=2)
-    assert [failed(found, i, 8 - i, place=(1, 0)) for i in range(3)][-1] is Verdict.OVER
+    assert [failed(found, i, 8 - i, reached=(1, 0)) for i in range(3)][-1] is Verdict.OVER
     assert "3 times before the first step" in run.read_events()[-1]["cause"]

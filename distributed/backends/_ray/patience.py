@@ -67,12 +67,12 @@ class Patience:
                 if now.is_over():
                     self.error = late if now is waiting else ResourceError(f"{lost.what} within {lost.limit}")
                     return "late"
-                now.say(self._display)
+                now.show(self._display)
                 continue
             if isinstance(news, str):
                 return news
             waiting = _Countdown(f"waiting for resources: {news[0]}", news[1] + _MARGIN_S, "wait")
-            waiting.say(self._display, is_first=True)
+            waiting.show(self._display, is_first=True)
 
     def _look(self, lost: _Countdown) -> _Countdown:
         """Return the countdown for a lost node, or an empty one if the other nodes suffice."""
@@ -82,17 +82,17 @@ class Patience:
         what = f"{', '.join(names)} left the Ray cluster"
         if self._missing is None:
             if not lost.what:
-                self._tell(names, f"{what}: the workers start again on the other nodes")
+                self._show_lost(names, f"{what}: the workers start again on the other nodes")
             self._used = {key: name for key, name in self._used.items() if key not in self._gone}
             return _Countdown("", 0.0, "")
         if not lost.what:
-            self._tell(
+            self._show_lost(
                 names, f"{what}, and {self._missing}: waiting {self._node_timeout:g} s for a replacement (node_timeout)"
             )
             return _Countdown(f"{what}, and no replacement came", self._node_timeout, "node_timeout")
         return lost
 
-    def _tell(self, names: Sequence[str], text: str) -> None:
+    def _show_lost(self, names: Sequence[str], text: str) -> None:
         for name in names:
             self._run.event("node_lost", node=name)
         self._display.handle({"kind": "warning", "text": text})
@@ -115,7 +115,7 @@ class _Countdown:
         """Return whether the time is over."""
         return time.monotonic() >= self._deadline
 
-    def say(self, display: Display, *, is_first: bool = False) -> None:
+    def show(self, display: Display, *, is_first: bool = False) -> None:
         """Show from time to time how many seconds are left."""
         if not self.what or (time.monotonic() < self._next_line and not is_first):
             return

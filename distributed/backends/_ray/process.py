@@ -17,7 +17,7 @@ from pathlib import Path
 
 def main(parent: int) -> None:
     """Run the request as a worker. Never returns."""
-    from distributed.launching.pulse import Board
+    from distributed.launching.heartbeat import Board
     from distributed.launching.request import LaunchRequest
     from distributed.launching.worker import run_worker
     from distributed.runs.processes import die_with_parent

@@ -194,7 +194,7 @@ class RendezvousServer:
         *lines, worker.rest = (worker.rest + data).split(b"\n")
         answers = [worker.answers.open(line) for line in lines]
         for answer in filter(None, answers):
-            fit, step = answer.get("place", (0, 0))
+            fit, step = answer.get("reached", (0, 0))
             self._end_worker(worker, int(answer["status"]), (int(fit), int(step)))
         # the worker has gone, or the seal of a line is wrong
         if not data or None in answers or len(worker.rest) > LINE_BYTES:
@@ -224,11 +224,11 @@ class RendezvousServer:
         for name in names:
             self._joining.pop(name).send(op="end", restart=True)
 
-    def _end_worker(self, worker: WorkerConnections, status: int, place: tuple[int, int] = (0, 0)) -> None:
+    def _end_worker(self, worker: WorkerConnections, status: int, reached: tuple[int, int] = (0, 0)) -> None:
         if worker.has_ended or worker not in self._joined.values():
             return
         worker.has_ended = True
-        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time(), place=place)
+        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time(), reached=reached)
 
 
 def _keep_alive(connection: socket.socket) -> None:

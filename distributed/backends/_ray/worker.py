@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect
+from distributed.launching.heartbeat import SLOT_BYTES, Board
 from distributed.launching.listening import reachable_address
 from distributed.launching.nodes import Node, interface_environ, this_node
-from distributed.launching.pulse import SLOT_BYTES, Board
 from distributed.launching.secret import VARIABLE
 from distributed.runs.temporary import temporary_directory
 from distributed.state import EpochMetrics
@@ -105,7 +105,7 @@ def work(
         raise Restart(f"rank {rank} starts again")
 
 
-def _report_end(launcher: LauncherConnections, status: int, place: tuple[int, int]) -> None:
+def _report_end(launcher: LauncherConnections, status: int, reached: tuple[int, int]) -> None:
     """Report the exit status of the process and where it was, after the launcher has read all of its output. Without the wait the status
     could arrive first, because it is sent on another connection."""
     for kind in STREAMS:
@@ -116,7 +116,7 @@ def _report_end(launcher: LauncherConnections, status: int, place: tuple[int, in
         launcher.sockets[kind].settimeout(_READ_S)
         with contextlib.suppress(OSError):
             launcher.sockets[kind].recv(1)  # the launcher closes a stream after reading it to the end
-    launcher.send(status=status, place=place)
+    launcher.send(status=status, reached=reached)
 
 
 class _Commands:

@@ -40,7 +40,7 @@ def _built(wanted: NamedOptimizer, model: torch.nn.Module, notice: Notice) -> to
     kinds: Mapping[str, Any] = {
         "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "adafactor": torch.optim.Adafactor,
     }  # fmt: skip
-    _tell_decay(wanted, named, notice)
+    _show_decay(wanted, named, notice)
     optimizer: torch.optim.Optimizer = kinds[wanted.name](_groups(wanted, named), **arguments)
     return optimizer
 
@@ -91,7 +91,7 @@ def _groups(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]])
     ]
 
 
-def _tell_decay(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]], notice: Notice) -> None:
+def _show_decay(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]], notice: Notice) -> None:
     count = sum(parameter.dim() >= _MATRIX for _, parameter in named)
     if wanted.weight_decay and count < len(named):
         notice(f"weight_decay={wanted.weight_decay:g} on {count} of {len(named)} parameters: not on biases and norms")
@@ -134,7 +134,7 @@ def _muon(
     if not matrices:
         raise ConfigError("optimizer='muon' updates the weights of linear layers, and the model has none: choose adamw")
     notice(f"muon updates {len(matrices)} weights of linear layers, and adamw the other {len(others)} parameters")
-    _tell_decay(wanted, named, notice)
+    _show_decay(wanted, named, notice)
     momentum: dict[str, Any] = {} if wanted.momentum is None else {"momentum": wanted.momentum}
     muon = torch.optim.Muon(
         _groups(wanted, matrices), lr=wanted.learning_rate, adjust_lr_fn="match_rms_adamw", **momentum

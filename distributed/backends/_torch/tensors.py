@@ -366,9 +366,9 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sa
         here, there = {names[id(parameter)] for parameter in group["params"]}, set(content["params"])
         if here != there:
             name = min(here ^ there)
-            place = "here but not in the checkpoint" if name in here else "in the checkpoint but not here"
+            where = "here but not in the checkpoint" if name in here else "in the checkpoint but not here"
             raise CheckpointError(
-                f"optimizer group {i} holds {name} {place}: group the parameters as in the checkpoint"
+                f"optimizer group {i} holds {name} {where}: group the parameters as in the checkpoint"
             )
 
 

@@ -78,7 +78,7 @@ class Progress:
         return f"in step {self.step} ({self.phase.words})" if self.step else f"before step 1 ({self.phase.words})"
 
 
-class Pulse:
+class Heartbeat:
     """The side of a worker. Without a launcher that reads it, the memory is the worker's own."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class Board:
 
     def join(self, index: int) -> None:
         """Make this process the worker `index`: let it say where it is, and write its stacks when it is asked for them."""
-        _pulse.attach(self._slot(index))
+        _heartbeat.attach(self._slot(index))
         if self._stacks:
             faulthandler.register(STACKS_SIGNAL, self._stacks[index], all_threads=True)
 
@@ -181,9 +181,9 @@ def progress_in(slot: memoryview) -> Progress:
     return Progress(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), timeout_ms / 1000, pid)
 
 
-_pulse = Pulse()
+_heartbeat = Heartbeat()
 
 
-def pulse() -> Pulse:
-    """Return the pulse of this process."""
-    return _pulse
+def heartbeat() -> Heartbeat:
+    """Return the heartbeat of this process."""
+    return _heartbeat
