@@ -189,10 +189,12 @@ def test_the_cluster_gives_each_process_a_gpu_and_a_gpu_that_is_not_there_is_an_
 
 
 class RayMachines:
-    """A Ray cluster over machines, whose head is the first one. Each has `cpus` CPUs."""
+    """A Ray cluster over machines, whose head is the first one. Each has one CPU. `health` sets Ray's health checks."""
 
-    def __init__(self, machines: Machines, start: Callable[..., Started], cpus: int, scratch: str, begun: int) -> None:
-        self.machines, self._start, self._cpus, self._scratch = machines, start, cpus, scratch
+    def __init__(
+        self, machines: Machines, start: Callable[..., Started], scratch: str, begun: int, health: dict[str, str]
+    ) -> None:
+        self.machines, self._start, self._scratch, self._health = machines, start, scratch, health
         self.nodes: dict[int, Started] = {}
         for number in range(begun):
             self.add(number)
@@ -204,9 +206,9 @@ class RayMachines:
         if number == 0:
             role.append(f"--temp-dir={self._scratch}")
         self.nodes[number] = self._start([
-            *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", f"--num-cpus={self._cpus}",
+            *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", "--num-cpus=1",
             "--object-store-memory=100000000", *role,
-        ], env={**OPEN, **HEALTH, "WAIT_S": "0.1"})  # fmt: skip
+        ], env={**OPEN, **self._health, "WAIT_S": "0.1"})  # fmt: skip
         self.nodes[number].wait_for("Ray runtime started", 90)
 
     def kill(self, number: int) -> None:
@@ -229,8 +231,8 @@ def ray_machines(
     made: list[RayMachines] = []
     with tempfile.TemporaryDirectory(prefix="ray-") as scratch:
 
-        def make(count: int, begun: int | None = None) -> RayMachines:
-            made.append(RayMachines(make_machines(count), start, 1, scratch, count if begun is None else begun))
+        def make(count: int, begun: int | None = None, health: dict[str, str] = HEALTH) -> RayMachines:
+            made.append(RayMachines(make_machines(count), start, scratch, count if begun is None else begun, health))
             return made[-1]
 
         yield make
@@ -398,6 +400,26 @@ def test_the_number_of_workers_follows_the_nodes(
     assert max(abs(one - other) for one, other in zip(*weights, strict=True)) <= 1e-9, done.output
     (run,) = home.glob("runs/*")
     assert '"regrouped"' in (run / "events.jsonl").read_text()  # the workers saved before they were replaced
+
+
+@pytest.mark.cluster
+def test_workers_go_on_without_a_node_whose_network_is_cut(ray_machines: Callable[..., RayMachines]) -> None:
+    """With Ray's own health checks, which notice it after a minute."""
+    cluster = ray_machines(3, health={})
+    home = cluster.machines.homes[0]
+    (home / "train.py").write_text(COMMAND.replace("epochs=4", "epochs=100"))
+    command = cluster.run(
+        "-m", "distributed.cli", "train", "--script", "train.py", "--backend", "ray", "--address", "10.99.0.1:6399", "--nproc-per-node",
+        "1:3", "--max-restarts", "0", "--set", "elastic_interval_s=5",
+    )  # fmt: skip
+    wait_for_step(home, 20, command)
+
+    began = time.time()
+    cluster.machines.link(2, "down")
+    command.wait_for(lambda: first_save_with(home, 2), 60)
+    assert first_save_with(home, 2) - began <= 30, command.output
+    command.wait_for("node2 does not answer: the workers start again on the other nodes", 1)
+    assert not trains(cluster, 2)
 
 
 def trains(cluster: RayMachines, number: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import types
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from distributed.backends._ray.placing import Placement
 from distributed.backends._ray.resources import Workers
+from distributed.backends._ray.worker import Restart
 from distributed.launching.request import LaunchRequest
 from tests.conftest import needs_backend
 
@@ -34,8 +36,9 @@ class MadeUpCluster:
     def available_resources(self) -> dict[str, float]:
         return {"CPU": float(sum(self.free))}
 
-    def group(self, bundles: list[dict[str, float]]) -> Any:
+    def group(self, bundles: list[dict[str, float]], bundle_label_selector: list[dict[str, str]] | None = None) -> Any:
         self.tried.append(len(bundles))
+        self.selectors = bundle_label_selector
         places: list[int] | None = []
         for bundle in bundles:
             fits = [number for number, free in enumerate(self.free) if free >= bundle["CPU"]]
@@ -71,7 +74,7 @@ def test_room_is_what_ray_could_reserve_and_is_free_again_for_the_next_attempt(m
     cluster = MadeUpCluster(monkeypatch, [4, 4, 4], [0, 0, 0])
     made, seen = placement(cluster, 8, 3), []
 
-    def run(group: Any, bundle_indices: list[int]) -> bool:
+    def run(group: Any, bundle_indices: list[int], *, abandons_silent: bool) -> bool:
         seen.append(len(bundle_indices))
         if len(seen) == 1:
             cluster.totals, cluster.free = [4, 4, 4, 8, 5], [*cluster.free, 2, 5]  # others use 6 CPUs of the fourth
@@ -88,6 +91,44 @@ def test_room_is_what_ray_could_reserve_and_is_free_again_for_the_next_attempt(m
 def test_what_others_use_is_known_after_one_try(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = MadeUpCluster(monkeypatch, [8, 8], [7, 6])
     made = placement(cluster, 16, 1)
-    monkeypatch.setattr(made, "_run", lambda group, bundle_indices: False)
+    monkeypatch.setattr(made, "_run", lambda group, bundle_indices, **_: False)
     made.run_as_many_as_fit()
     assert cluster.tried == [16, 3]
+
+
+def test_workers_on_a_silent_node_are_not_waited_for_and_the_next_start_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of three workers on as many nodes, the one on node 1 never ends. The others say that the node does not answer."""
+    cluster = MadeUpCluster(monkeypatch, [1, 1, 1], [0, 0, 0])
+    made, started = placement(cluster, 3, 1), []
+
+    class Task:
+        def options(self, **_: Any) -> Task:
+            return self
+
+        def remote(self, config: dict[str, Any], rank: int, world_size: int) -> tuple[int, int]:
+            started.append((config["attempt"], rank))
+            return config["attempt"], rank
+
+    def wait(running: list[tuple[int, int]]) -> tuple[list[Any], list[Any]]:
+        ready = [each for each in running if each != (1, 1)]
+        assert ready, "waits for the worker on the silent node"
+        return ready[:1], [each for each in running if each != ready[0]]
+
+    def get(ended: tuple[int, int]) -> None:
+        if ended[0] == 1:
+            raise pickle.loads(pickle.dumps(Restart(f"rank {ended[1]} starts again", {"1": [1]})))
+
+    errors = dict.fromkeys(("WorkerCrashedError", "NodeDiedError", "OutOfMemoryError"), KeyError)
+    monkeypatch.setattr(cluster, "exceptions", types.SimpleNamespace(**errors), raising=False)
+    for name, function in {"remote": lambda **_: lambda work: Task(), "wait": wait, "get": get}.items():
+        monkeypatch.setattr(cluster, name, function, raising=False)
+    monkeypatch.setattr(
+        importlib.import_module("ray.util.scheduling_strategies"),
+        "PlacementGroupSchedulingStrategy",
+        lambda *_, **__: None,
+    )
+    made.run_as_many_as_fit()
+    assert started == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+    assert cluster.tried == [3, 2] and cluster.selectors == [{"ray.io/node-id": "!in(1)"}] * 2

@@ -57,6 +57,48 @@ def test_whoever_ray_starts_after_the_end_is_turned_away(run_python):
     assert done.returncode == 0 and done.stdout == "turned away\n", done.output
 
 
+SILENT = """
+import errno, os, queue, time, types
+from distributed.backends._ray.rendezvous import RendezvousServer, connect
+from distributed.launching.stopping import Signals, Stop
+
+begun, ends = queue.Queue(), queue.Queue()
+events, _ = os.pipe()
+with Signals() as signals:
+    server = RendezvousServer(signals, Stop(10.0), lambda **message: ends.put(message), lambda workers: begun.put(workers), lambda *_: None)
+    server.listener.listen("127.0.0.1")
+    server.listener.open()
+    server.start(types.SimpleNamespace(events=events))
+    for error in (errno.ETIMEDOUT, errno.ECONNRESET):
+        here, *there = (
+            connect("127.0.0.1", server.listener.port, server.token, {"rank": rank, "world_size": 3, "node": node})
+            for rank, node in enumerate("abb")
+        )
+        workers, saved = begun.get(timeout=10), server.silent()
+
+        class Broken:
+            def __init__(self, socket):
+                self.fileno, self.close, self.sendall = socket.fileno, socket.close, socket.sendall
+
+            def recv(self, size):
+                raise OSError(error, os.strerror(error))
+
+        lost = workers[1]
+        real, lost.sockets["commands"] = lost.sockets["commands"], Broken(lost.sockets["commands"])
+        there[0].send(status=0)  # so that the server reads
+        assert ends.get(timeout=10)["local_rank"] == 1
+        silent = server.silent()
+        server.end_attempt(restart=True)
+        print(saved, silent, next(here.read()).get("silent"), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_node_that_does_not_answer_is_told_from_a_worker_that_has_gone(run_python):
+    done = run_python(["-c", SILENT])
+    assert done.stdout == "{} {'b': [1, 2]} {'b': [1, 2]}\n{} {} None\n", done.output
+
+
 UNEVEN = """
 import json, os, queue, types
 from distributed.backends._ray.rendezvous import RendezvousServer, connect

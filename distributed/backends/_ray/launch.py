@@ -45,7 +45,7 @@ from distributed.runs.processes import REGROUP_SIGNAL, STOP_SIGNALS
 from distributed.runs.summary import close_results
 from distributed.state import EpochMetrics, OnEvent
 
-_NODE_LOST_S = 60.0  # for Ray to notice that a node is lost; by default it takes up to 50 s
+_NODE_LOST_S = 60.0  # for Ray to notice that a node was killed; by default it takes up to 50 s
 _LAST_LOOK_S = 5.0  # time for a look at the nodes of the cluster to end
 _RAY_ENDS_S = 30.0  # time for Ray to shut down when the run is over; after that it is killed
 
@@ -151,6 +151,8 @@ class _Launch:
                     continue
                 if self._count.may_grow(self._room, has_saved=self._verdicts.has_saved):
                     self._server.send_to_all(op="signal", signum=int(REGROUP_SIGNAL))  # the workers save and end
+            if self._request.is_elastic and (silent := self._server.silent()):
+                self._patience.saw_nodes([*silent], None, "does not answer")
             if verdict is Verdict.OVER and self._has_lost_a_node():
                 verdict = Verdict.REGROUP
             is_failure = verdict is Verdict.RESTART

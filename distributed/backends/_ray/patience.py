@@ -27,7 +27,8 @@ class Patience:
         self._run, self._display, self._node_timeout = run, display, node_timeout
         self._news: queue.SimpleQueue[str | tuple[str, float]] = queue.SimpleQueue()
         self._used: Mapping[str, str] = {}  # id -> name of each node of the newest attempt
-        self._gone: set[str] = set()
+        self._gone: dict[str, str] = {}  # id of each lost node -> how it was lost
+        self._shown: set[str] = set()  # nodes whose loss was shown
         self._missing: str | None = None  # what the workers lack on the nodes that are left
         self.error: DistributedError | None = None  # why waiting ended
 
@@ -36,19 +37,21 @@ class Patience:
         for it)."""
         self._news.put(news)
 
-    def saw_nodes(self, gone: Sequence[str], missing: str | None) -> None:
-        """Record that nodes have left the cluster, and what the workers now lack there."""
+    def saw_nodes(self, gone: Sequence[str], missing: str | None, how: str = "left the Ray cluster") -> None:
+        """Record that nodes are lost, and what the workers now lack on the others."""
         self._missing = missing
-        self._gone.update(gone)
+        self._gone = {**dict.fromkeys(gone, how), **self._gone}
 
     @property
     def has_lost_a_node(self) -> bool:
-        """Return whether a node of the newest attempt has left the cluster."""
-        return bool(self._gone & self._used.keys())
+        """Return whether a node of the newest attempt is lost."""
+        return bool(self._gone.keys() & self._used.keys())
 
     def begin(self, used: Mapping[str, str]) -> None:
         """Begin an attempt on the nodes `used`, id -> name."""
-        self._used, self._gone = dict(used), set()
+        if lost := self._lost():
+            self._show_lost(lost, f"{self._words(lost)}: the workers start again on the other nodes")
+        self._used, self._gone, self._shown = dict(used), {}, set()
 
     def news_within(self, seconds: float, late: DistributedError, name: str) -> str:
         """Wait at most `seconds`, the value of the setting `name`, for the next news and return them.
@@ -76,26 +79,34 @@ class Patience:
 
     def _look(self, lost: _Countdown) -> _Countdown:
         """Return the countdown for a lost node, or an empty one if the other nodes suffice."""
-        names = [self._used[each] for each in sorted(self._gone & self._used.keys())]
-        if not names:
+        nodes = self._lost()
+        if not nodes:
             return lost
-        what = f"{', '.join(names)} left the Ray cluster"
+        what = self._words(nodes)
         if self._missing is None:
-            if not lost.what:
-                self._show_lost(names, f"{what}: the workers start again on the other nodes")
+            self._show_lost(nodes, f"{what}: the workers start again on the other nodes")
             self._used = {key: name for key, name in self._used.items() if key not in self._gone}
             return _Countdown("", 0.0, "")
         if not lost.what:
-            self._show_lost(
-                names, f"{what}, and {self._missing}: waiting {self._node_timeout:g} s for a replacement (node_timeout)"
-            )
+            limit = f"waiting {self._node_timeout:g} s for a replacement (node_timeout)"
+            self._show_lost(nodes, f"{what}, and {self._missing}: {limit}")
             return _Countdown(f"{what}, and no replacement came", self._node_timeout, "node_timeout")
         return lost
 
-    def _show_lost(self, names: Sequence[str], text: str) -> None:
-        for name in names:
-            self._run.event("node_lost", node=name)
-        self._display.handle({"kind": "warning", "text": text})
+    def _lost(self) -> list[str]:
+        """Return the ids of the lost nodes of the newest attempt."""
+        return sorted(self._gone.keys() & self._used.keys())
+
+    def _words(self, nodes: Sequence[str]) -> str:
+        return f"{', '.join(self._used[each] for each in nodes)} {self._gone[nodes[0]]}"
+
+    def _show_lost(self, nodes: Sequence[str], text: str) -> None:
+        """Show the loss of `nodes`, unless it was shown before."""
+        for node in (new := [each for each in nodes if each not in self._shown]):
+            self._run.event("node_lost", node=self._used[node])
+        if new:
+            self._display.handle({"kind": "warning", "text": text})
+        self._shown.update(new)
 
 
 class _Countdown:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from distributed.launching.request import LaunchRequest
 
 _PLACED_S = 10.0  # for Ray to place workers that should fit
 _RESERVED_S = 2.0  # for Ray to reserve what its nodes show as free
+_SILENT_S = (
+    120.0  # no worker is placed for so long on a node that did not answer; meanwhile Ray itself notices that it is lost
+)
 
 OnLost = Callable[[int], None]  # called with the number of an attempt of which a worker was lost
 
@@ -25,7 +29,7 @@ class _Spare:
     most: int = 0  # workers that may still be added; 0 while no attempt runs
     groups: list[Any] = dataclasses.field(default_factory=list)
     reserved: int = 0  # workers for which `groups` have room
-    tried: int = 0  # workers for which the cluster showed free resources at the last try
+    tried: object = None  # the free workers and the silent nodes of the last try
 
 
 class Placement:
@@ -45,6 +49,7 @@ class Placement:
         self._ray, self._request, self._workers = ray, request, workers
         self._worker_config, self._on_lost = worker_config, on_lost
         self._num_attempts = 0
+        self._silent: dict[str, float] = {}  # node that did not answer -> when it was seen
         self._lock = threading.Lock()
         self._spare = _Spare()
 
@@ -77,12 +82,13 @@ class Placement:
         """
         is_wanted, number = True, self._most_that_fit()
         while is_wanted:
-            with self._group([self._workers.resources] * number) as group:
+            bundles = [self._workers.resources] * number
+            with self._group(bundles, **self._elsewhere(number)) as group:
                 is_placed = group.wait(_PLACED_S)
                 if is_placed:
                     with self._lock:
                         self._spare = _Spare(self._request.nproc_per_node - number)
-                    is_wanted = self._run(group, list(range(number)))
+                    is_wanted = self._run(group, list(range(number)), abandons_silent=True)
             self._free_spare()
             # If they were not placed, others use some of the resources, or a node is lost and Ray has not noticed it.
             fewer = max(self._workers.per_node, min(number - 1, self._num_free()))
@@ -99,15 +105,15 @@ class Placement:
         with self._lock:
             spare = self._spare
             free = min(self._num_free(), spare.most - spare.reserved) if spare.most else 0
-            if free > 0 and free != spare.tried:
+            if free > 0 and spare.tried != (free, self._silent_nodes()):
                 for number in dict.fromkeys((free, 1)):
-                    group = placement_group([self._workers.resources] * number)
+                    group = placement_group([self._workers.resources] * number, **self._elsewhere(number))
                     if group.wait(_RESERVED_S):
                         spare.groups.append(group)
                         spare.reserved += number
                         break
                     remove_placement_group(group)
-            spare.tried = free
+            spare.tried = free, self._silent_nodes()
             return spare.reserved
 
     # ------------------------------------------------------------------ parts
@@ -124,8 +130,18 @@ class Placement:
 
     def _most_that_fit(self) -> int:
         """Return how many workers to start: as many as fit on empty nodes, at least the fewest."""
-        fit = sum(map(self._workers.that_fit_on, nodes_of(self._ray.nodes())))
+        silent = self._silent_nodes()
+        fit = sum(self._workers.that_fit_on(node) for node in nodes_of(self._ray.nodes()) if node.id not in silent)
         return max(self._workers.per_node, min(fit, self._request.nproc_per_node))
+
+    def _silent_nodes(self) -> list[str]:
+        """Return the Ray ids of the nodes that did not answer recently."""
+        return [node for node, seen in self._silent.items() if time.monotonic() - seen < _SILENT_S]
+
+    def _elsewhere(self, number: int) -> dict[str, Any]:
+        """Return the arguments of a placement group of `number` bundles that keep the bundles off the silent nodes."""
+        silent = self._silent_nodes()
+        return {"bundle_label_selector": [{"ray.io/node-id": f"!in({','.join(silent)})"}] * number} if silent else {}
 
     def _num_free(self) -> int:
         """Return for how many workers the nodes together have free resources."""
@@ -144,8 +160,12 @@ class Placement:
         while self._run(group, bundle_indices):
             continue
 
-    def _run(self, group: Any, bundle_indices: Sequence[int]) -> bool:
-        """Run one attempt of the workers, each in the bundle of its rank. Return whether another attempt is wanted."""
+    def _run(self, group: Any, bundle_indices: Sequence[int], *, abandons_silent: bool = False) -> bool:
+        """Run one attempt of the workers, each in the bundle of its rank. Return whether another attempt is wanted.
+
+        With `abandons_silent`, the workers on nodes that do not answer are not waited for when the others have ended: Ray may notice
+        only after a minute that such a node is lost. The workers there end by themselves, as their connections with the launcher do.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         from distributed.backends._ray.worker import Restart, work
@@ -161,14 +181,16 @@ class Placement:
             ).remote(config, rank, len(bundle_indices))
             for rank, bundle_index in enumerate(bundle_indices)
         ]  # fmt: skip
-        is_wanted = False
-        while running:
+        is_wanted, ranks, abandoned = False, {each: rank for rank, each in enumerate(running)}, set[int]()
+        while not abandoned.issuperset(ranks[each] for each in running):
             ended, running = ray.wait(running)
             for each in ended:
                 try:
                     ray.get(each)
-                except Restart:
+                except Restart as error:
                     is_wanted = True
+                    if abandons_silent:
+                        abandoned.update(self._see_silent(error.silent))
                 except (
                     ray.exceptions.WorkerCrashedError,
                     ray.exceptions.NodeDiedError,
@@ -177,6 +199,12 @@ class Placement:
                     is_wanted = True
                     self._on_lost(self._num_attempts)
         return is_wanted
+
+    def _see_silent(self, silent: Mapping[str, Sequence[int]]) -> Iterator[int]:
+        """Record the nodes that do not answer, and yield the ranks there."""
+        for node, ranks in silent.items():
+            self._silent.setdefault(node, time.monotonic())
+            yield from ranks
 
     def _bundle_indices(self, bundles: Sequence[Mapping[str, float]]) -> list[int]:
         """Return the bundle of each rank in a trial. Raises ResourceError if the ranks do not fit."""

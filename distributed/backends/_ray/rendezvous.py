@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import secrets
 import selectors
@@ -32,6 +33,8 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )  # fmt: skip
+# What reading from a machine says that did not answer for so long, unlike one whose process has ended.
+_SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 STREAMS = ("stdout", "stderr", "control")
 _KINDS = ("commands", *STREAMS)
 
@@ -76,6 +79,7 @@ class RendezvousServer:
         self._joined: dict[int, WorkerConnections] = {}  # the workers of a complete attempt, by rank
         self._broken = 0  # attempts up to this number have lost a worker, and begin no more
         self.num_lost = 0  # workers of this attempt that have gone without an exit status, as when their node is lost
+        self._silent: set[str] = set()  # nodes of this attempt that do not answer
         self._is_over = False  # if True, workers that Ray starts later are refused
         self.token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
@@ -94,14 +98,23 @@ class RendezvousServer:
             for worker in self._joined.values():
                 worker.send(**command)
 
+    def silent(self) -> dict[str, list[int]]:
+        """Return the nodes of this attempt that do not answer, by their Ray ids, with the ranks there."""
+        with self._lock:
+            return {
+                node: [rank for rank, worker in self._joined.items() if worker.hello["node"] == node]
+                for node in sorted(self._silent)
+            }
+
     def end_attempt(self, *, restart: bool) -> None:
         """End this attempt and its workers. With `restart` Ray starts the workers of the next attempt.
 
-        Without `restart`, workers that connect later are refused: Ray may restart workers that died, whatever the
-        launcher decides.
+        The workers learn which nodes do not answer, and pass it on to Ray's process as the reason of their end. Without `restart`,
+        workers that connect later are refused: Ray may restart workers that died, whatever the launcher decides.
         """
         with self._lock:
-            self.send_to_all(op="end", restart=restart)
+            silent = self.silent()
+            self.send_to_all(op="end", restart=restart, **({"silent": silent} if silent else {}))
             self._joined = {}
             if not restart:
                 self._is_over = True
@@ -182,15 +195,18 @@ class RendezvousServer:
         group = {worker.hello["rank"]: worker for worker in ready if worker.hello["world_size"] == size}
         if not ready or len(group) < size:
             return
-        self._joining, self._joined, self.num_lost = {}, dict(sorted(group.items())), 0
+        self._joining, self._joined, self.num_lost, self._silent = {}, dict(sorted(group.items())), 0, set()
         self._on_complete(self._joined)
 
     # ------------------------------------------------------------------ ends
 
     def _read_answers(self, worker: WorkerConnections) -> None:
         data = b""
-        with contextlib.suppress(OSError):
+        try:
             data = worker.sockets["commands"].recv(65536)
+        except OSError as error:
+            if error.errno in _SILENCE and worker in self._joined.values():
+                self._silent.add(worker.hello["node"])
         *lines, worker.rest = (worker.rest + data).split(b"\n")
         answers = [worker.answers.open(line) for line in lines]
         for answer in filter(None, answers):

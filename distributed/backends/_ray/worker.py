@@ -31,7 +31,18 @@ _READ_S = 10.0  # time for the launcher to read the last output of a process
 
 
 class Restart(RuntimeError):
-    """Raised by the train function to make Ray start all workers again."""
+    """Raised by the train function to make Ray start all workers again.
+
+    Attributes:
+        silent: the nodes that do not answer the launcher, by their Ray ids, with the ranks of this attempt there.
+    """
+
+    def __init__(self, text: str, silent: Mapping[str, list[int]] | None = None) -> None:
+        super().__init__(text, silent)  # all arguments, because Ray pickles the error
+        self.silent = dict(silent or {})
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def train(worker_config: Mapping[str, Any]) -> None:
@@ -102,7 +113,7 @@ def work(
     for each in launcher.sockets.values():
         each.close()
     if verdict.is_restart:
-        raise Restart(f"rank {rank} starts again")
+        raise Restart(f"rank {rank} starts again", verdict.silent)
 
 
 def _report_end(launcher: LauncherConnections, status: int, reached: tuple[int, int]) -> None:
@@ -126,6 +137,7 @@ class _Commands:
         self._process = process
         self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
         self.is_restart = False
+        self.silent: Mapping[str, list[int]] = {}  # see Restart
 
     def listen(self, commands: Iterable[Mapping[str, Any]]) -> None:
         """Execute commands until the command "end" arrives or the launcher closes the connection. Then kill the
@@ -138,7 +150,7 @@ class _Commands:
             elif command["op"] == "report":
                 self._metrics.put(command["metrics"])
             elif command["op"] == "end":
-                self.is_restart = command["restart"]
+                self.is_restart, self.silent = command["restart"], command.get("silent", {})
                 break
         self._metrics.put(None)
         self._process.kill()
