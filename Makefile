@@ -31,9 +31,9 @@ test: $(STAMP) $(HOROVOD_STAMP)
 test-full: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'not cluster'
 
-# The samples of the documentation.
+# The samples of the documentation, the longest examples, and the site.
 test-docs: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m docs --dist load
+	$(PYTEST) -m docs --dist loadgroup
 
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)

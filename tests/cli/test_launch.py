@@ -155,7 +155,10 @@ def test_a_stop_ends_these_imports(start, tmp_path):
     assert "no worker may start" not in done.output
 
 
-@pytest.mark.parametrize(("backend", "module"), [("tensorflow", "tensorflow"), ("deepspeed", "deepspeed")])
+@pytest.mark.parametrize(
+    ("backend", "module"),
+    [("tensorflow", "tensorflow"), pytest.param("deepspeed", "deepspeed", marks=pytest.mark.full)],
+)
 def test_a_slow_library_is_imported_by_the_launcher_of_workers_on_cpus(run_python, backend, module):
     """On GPUs it is not: a process forked after its library used a GPU cannot use it."""
     needs_backend(backend)

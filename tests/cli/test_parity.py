@@ -81,6 +81,7 @@ def parity(run_cli, tmp_path):
     return run
 
 
+@pytest.mark.full
 def test_a_script_that_is_the_same_everywhere_but_for_its_first_weights(parity, tmp_path):
     """They are others each time it runs: all runs start from the reference's."""
     done = parity("draws", "--backends", "single,pytorch-ddp", "--world-sizes", "2", "--keep", str(tmp_path / "runs"))

@@ -22,11 +22,15 @@ from distributed.loggers._mlflow.system import SystemSampler
 from tests.conftest import poll
 from tests.mlflow_server import door, mlflow_server
 
-mlflow = pytest.importorskip("mlflow")
 # MLflow itself causes this warning.
 pytestmark = pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy:DeprecationWarning")
 JOB = Path(__file__).parent / "jobs" / "mlflow_fit.py"
 WARNING = "training continues, and records are kept in"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _mlflow():
+    pytest.importorskip("mlflow")  # here and not above, because every test process imports this file
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +62,8 @@ def env(uri, **more):
 
 
 def client_of(uri):
+    import mlflow
+
     return mlflow.MlflowClient(tracking_uri=str(uri))
 
 
@@ -166,6 +172,8 @@ def test_scaling_is_measured_against_the_run_of_one_process(on_sqlite, place, ru
 
 
 def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
+    import mlflow
+
     client, runs, _ = on_sqlite
     run_id = RunRecord.read(runs / "two").run_id
     (version,) = client.search_model_versions("name='net'")
@@ -190,6 +198,8 @@ def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # importing mlflow.pyfunc 3.17 warns
 def test_a_registered_model_runs_without_its_class(on_sqlite, monkeypatch):
+    import mlflow
+
     client, runs, _ = on_sqlite
     (version,) = client.search_model_versions("name='net'")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{runs / 'mlflow.db'}")

@@ -161,6 +161,7 @@ tf.profiler.experimental.stop(save=False)
 """
 
 
+@pytest.mark.full
 def test_keras_on_tensorflow_has_the_same(tmp_path, run_cli):
     needs_backend("tensorflow")
     script, bare = tmp_path / "script.py", tmp_path / "run"

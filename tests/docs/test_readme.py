@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
+pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = [
     block

@@ -17,6 +17,7 @@ from distributed.cli.examples import EXAMPLES
 from distributed.config.flags import SETTINGS, flag_of
 
 pytest.importorskip("sphinx", reason="the extra docs is not installed")
+pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("site")]
 ROOT = Path(__file__).resolve().parents[2]
 PHONE = 400  # CSS pixels
 # The width of the page, and the words that are cut off at its right side. Code blocks and wide tables scroll by themselves.

@@ -119,6 +119,8 @@ def world(drive):
     return drive(["bash", SAMPLES / "001/workaround.sh"], "world.py")
 
 
+@pytest.mark.docs
+@pytest.mark.xdist_group("world")
 @pytest.mark.parametrize("sample", [*names_in("world.py"), *names_in("world_torch.py"), *names_in("corrected.py")])
 def test_a_sample_without_a_trainer(world, sample):
     needs_backend("pytorch-ddp")
@@ -131,6 +133,8 @@ def trainers(drive):
     return drive(["bash", SAMPLES / "002/train.sh"], "trainers.py")
 
 
+@pytest.mark.docs
+@pytest.mark.xdist_group("trainers")
 @pytest.mark.parametrize("sample", names_in("trainers.py"))
 def test_a_sample_with_a_trainer(trainers, sample):
     assert trainers.get(sample) is None, trainers[sample]

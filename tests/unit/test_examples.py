@@ -24,6 +24,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY_GPT = ["--hidden-size", "32", "--attention-heads", "2", "--layers", "2", "--max-seq-length", "32"]
 
 
+@pytest.mark.docs
 def test_digits_reach_097_on_two_processes_within_a_minute(run_cli, tmp_path):
     script = str(EXAMPLES / "train.py")
 
@@ -170,6 +171,7 @@ def test_gpt_refuses_impossible_shapes(run_python, arguments, problem):
     assert problem in done.stderr
 
 
+@pytest.mark.docs
 def test_keras_digits_reach_097_on_two_processes(run_cli, tmp_path):
     if importlib.util.find_spec("keras") is None:
         pytest.skip("keras is not installed here")
@@ -189,6 +191,7 @@ def test_keras_digits_reach_097_on_two_processes(run_cli, tmp_path):
     assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.97
 
 
+@pytest.mark.docs
 def test_a_gan_draws_digits_on_two_processes_within_a_minute(run_cli, tmp_path):
     script = str(EXAMPLES / "gan_digits.py")
 

@@ -14,16 +14,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-import transformers
+import transformers  # a model is imported where it is made: the test that reads the names of the cases makes none
 from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
-from transformers.tokenization_utils_base import BatchEncoding
 
 from distributed import ConfigError, Trainer
 from distributed.backends._torch.objective import Objective
 from tests.conformance.jobs.recording import facts, run_cases, train
 
-transformers.logging.set_verbosity_error()
 SAMPLES, FEATURES, CLASSES, WORDS = 23, 6, 4, 30
 generator = torch.Generator().manual_seed(3)
 X = torch.randn(SAMPLES, FEATURES, generator=generator, dtype=torch.float64)
@@ -132,6 +129,8 @@ def case(model: Any, data: Any, val: Any = None, **settings: Any) -> Any:
 
 
 def tiny_gpt() -> torch.nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=WORDS, n_embd=16, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -148,6 +147,8 @@ def tiny_gpt_by_itself() -> torch.nn.Module:
 
 
 def tiny_bert() -> torch.nn.Module:
+    from transformers import BertConfig, BertForSequenceClassification
+
     return BertForSequenceClassification(
         BertConfig(
             vocab_size=WORDS, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
@@ -164,8 +165,10 @@ def sentence(index: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels}
 
 
-def pad(rows: list[dict[str, Any]]) -> BatchEncoding:
+def pad(rows: list[dict[str, Any]]) -> Any:
     """Pad as DataCollator does: ids with 0, labels with -100, and a mask."""
+    from transformers.tokenization_utils_base import BatchEncoding
+
     length = max(len(row["input_ids"]) for row in rows)
 
     def filled(name: str, value: int) -> torch.Tensor:
@@ -293,7 +296,7 @@ class Answers(torch.nn.Module):
             "mapping": lambda: {"first": first, "inner": {"twice": 2 * x, "nothing": None}},
             "tuple": lambda: (first, [x, words]),
             "object": lambda: Scores(first, words),
-            "encoding": lambda: BatchEncoding({"first": first}),
+            "encoding": lambda: transformers.BatchEncoding({"first": first}),
             "words": lambda: words,
             "array": lambda: first.numpy(),
             "rows": lambda: first.expand(-1, 3).reshape(-1, 1),  # three rows for each sample
@@ -386,5 +389,6 @@ CASES = {
 }
 
 if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
     wanted = sys.argv[2] if len(sys.argv) > 2 else ""
     run_cases({name: run for name, run in CASES.items() if name.startswith(wanted)}, OUT)
