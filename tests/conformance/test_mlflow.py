@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
+import PIL.Image
 import pytest
 import safetensors.torch
 import torch
@@ -168,7 +170,18 @@ def test_scaling_is_measured_against_the_run_of_one_process(on_sqlite, place, ru
     assert alike.data.metrics["scaling_efficiency"] == pytest.approx(ratio / 2)
     assert alike.data.tags["distributed.scaling_baseline"] == one.info.run_id
     assert "scaling_efficiency" not in two.data.metrics  # it had two epochs
-    assert sorted(files(client, alike.info.run_id)) == ["config.yaml", "report.html", "result.json"]
+    assert sorted(files(client, alike.info.run_id)) == [
+        "config.yaml", "media/picture-00000008.png", "report.html", "result.json",
+    ]  # fmt: skip
+
+
+def test_a_picture_that_was_logged_is_an_artifact(on_sqlite):
+    client, runs, _ = on_sqlite
+    run_id = RunRecord.read(runs / "one").run_id
+    name = "media/picture-00000016.png"
+    assert files(client, run_id).count(name) == 1
+    sent = io.BytesIO(Path(client.download_artifacts(run_id, name)).read_bytes())
+    assert numpy.asarray(PIL.Image.open(sent)).tolist() == numpy.arange(12).reshape(3, 4).tolist()
 
 
 def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):

@@ -75,6 +75,15 @@ def test_a_grid_of_a_function_that_returns_metrics(found):
     assert facts["first"]["score"] == 0 and facts["first"]["note"] == "3" and facts["first"]["as_object"] == 2.0
 
 
+def test_optimizers_and_schedules_are_searched_by_name_and_each_validation_is_reported(found):
+    trials = found["named"]
+    pairs = [(trial["values"]["optimizer"], trial["values"]["scheduler"]) for trial in trials]
+    assert sorted(pairs) == [("adafactor", "linear"), ("adafactor", "wsd"), ("sgd", "linear"), ("sgd", "wsd")]
+    assert [(trial["config"]["optimizer"], trial["config"]["scheduler"]) for trial in trials] == pairs
+    assert len({trial["loss"] for trial in trials}) == 4  # each has trained in another way
+    assert [trial["rows"] for trial in trials] == [[[5, 1], [10, 2], [15, 3], [16, 4]]] * 4
+
+
 @FULL
 def test_a_search_that_learns_is_told_what_came_of_its_trials(more):
     """The first ten trials are random. The later ones differ from those of a search that gets no results."""

@@ -23,13 +23,14 @@ BACKENDS = {
     "fsdp": CASES,
     "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3", "adapted-3"),  # the number is the stage
     "horovod": ("gpt", "adapted"),
+    "ray": ("adapted",),
 }
 pytestmark = pytest.mark.timeout(480)
 
 
 CHECKED = [
     pytest.param(
-        backend, case, marks=FULL if backend in ("single", "horovod", "deepspeed") else ()
+        backend, case, marks=FULL if backend in ("single", "horovod", "deepspeed", "ray") else ()
     )  # all but DeepSpeed have a copy of the model in each process, as pytorch-ddp
     for backend, cases in BACKENDS.items()
     for case in cases
@@ -85,7 +86,8 @@ def trained(tmp_path_factory, run_cli_once):
     def of(backend):
         if backend not in found:
             out = tmp_path_factory.mktemp(backend)
-            found[backend] = (out, *train(run_cli_once, out, backend))
+            launched = ["--backend", "ray"] if backend == "ray" else []  # the script names the other ones itself
+            found[backend] = (out, *train(run_cli_once, out, backend, *launched))
         return found[backend]
 
     return of

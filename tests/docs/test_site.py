@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 import zlib
@@ -19,7 +20,8 @@ from distributed.config.flags import SETTINGS, flag_of
 pytest.importorskip("sphinx", reason="the extra docs is not installed")
 pytestmark = [pytest.mark.docs, pytest.mark.xdist_group("site")]
 ROOT = Path(__file__).resolve().parents[2]
-PHONE = 400  # CSS pixels
+PHONE, DESK = 400, 1280  # CSS pixels
+BUILD_CPU_S = 60
 # The width of the page, and the words that are cut off at its right side. Code blocks and wide tables scroll by themselves.
 SHOWN = """[document.documentElement.scrollWidth, [...document.querySelectorAll(".bd-article *")].filter((each) =>
     each.getBoundingClientRect().right > innerWidth + 1 && !each.closest("pre, .pst-scrollable-table-container")
@@ -28,19 +30,36 @@ LOADED = r"""<(?:script|img|iframe|source)\b[^>]*\bsrc="(https?:[^"]+)|<link\b[^
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    """Build the site with the options of `make docs` and return its directory."""
+def built(tmp_path_factory):
+    """Build the site with the options of `make docs`. Return its directory and the CPU time that it took."""
     made = tmp_path_factory.mktemp("site")
     (options,) = re.findall(
         r"^\t\$\(BIN\)/python (-m sphinx .*) -d \S+ docs build/docs$", (ROOT / "Makefile").read_text(), re.M
     )
     argv = [sys.executable, *options.split(), "-d", str(made / "doctrees"), "docs", str(made / "html")]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    before_s = cpu_s_of_children()
     done = subprocess.run(
         argv, cwd=ROOT, env=env, timeout=240, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert "-W" in argv and (done.returncode, done.stdout) == (0, "")
-    return made / "html"
+    return made / "html", cpu_s_of_children() - before_s
+
+
+@pytest.fixture(scope="module")
+def site(built):
+    """Return the directory of the site."""
+    return built[0]
+
+
+def cpu_s_of_children() -> float:
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
+
+
+def test_the_build_takes_less_than_a_minute(built):
+    """In CPU time, which other load hardly changes."""
+    assert 0 < built[1] < BUILD_CPU_S
 
 
 def pages_of(site: Path) -> list[Path]:
@@ -95,15 +114,16 @@ def test_no_page_loads_anything_from_a_network(site):
 WIDE = ("index", "how-to", "security", "reference/settings", "reference/trainer", "reference/command-line")
 
 
+@pytest.mark.parametrize("page_width", [PHONE, DESK])
 @pytest.mark.parametrize("names", [WIDE, pytest.param((), marks=pytest.mark.full, id="all")])
-def test_no_page_scrolls_sideways_on_a_phone(site, browser, names):
+def test_no_page_scrolls_sideways(site, browser, names, page_width):
     pages = [site / f"{name}.html" for name in names] or pages_of(site)
     wide = {}
     for page in pages:
-        shown = browser.open(page, width=PHONE)
+        shown = browser.open(page, width=page_width)
         shown.wait("true")
         width, cut = shown.evaluate(SHOWN)
-        if width > PHONE or cut:
+        if width > page_width or cut:
             wide[page.name] = (width, cut)
 
     assert wide == {}

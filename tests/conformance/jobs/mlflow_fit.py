@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distributed import Callback, Trainer
+from distributed.loggers import Image
 
 
 class Net(torch.nn.Module):
@@ -23,7 +24,7 @@ class Net(torch.nn.Module):
 
 
 class Beside(Callback):
-    """Log to MLflow from the last rank, die once, and keep the seconds of the longest step."""
+    """Log a picture, log to MLflow from the last rank, die once, and keep the seconds of the longest step."""
 
     def __init__(self):
         self.last, self.longest = None, 0.0
@@ -36,6 +37,9 @@ class Beside(Callback):
         if state.step == int(os.environ.get("KILL_AT", "-1")) and not Path("killed").exists() and is_last():
             Path("killed").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_epoch_end(self, state, metrics):
+        self.context.log("picture", Image(torch.arange(12, dtype=torch.uint8).reshape(3, 4)))
 
     def on_train_end(self, state):
         if is_last() and "mlflow" in sys.argv:

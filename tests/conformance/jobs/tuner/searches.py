@@ -16,6 +16,7 @@ from pathlib import Path
 
 import ray
 import torch
+import yaml
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, DistributedError, DistributedTuner, Trainer
@@ -116,6 +117,29 @@ def grid():
     best = made.tune()
     table = made.results
     return {"best": best, "columns": list(table.columns), "rows": len(table), "first": table.iloc[0].to_dict()}
+
+
+def trained_by_name(config):
+    """Train with the optimizer and the schedule of the trial, and validate also in the middle of an epoch of eight updates."""
+    Trainer(model(), config, epochs=2, validate_every_n_steps=5).fit(loader, data)
+
+
+def named():
+    """Search over names of optimizers and of schedules."""
+    space = {"optimizer": ["sgd", "adafactor"], "scheduler": ["linear", "wsd"]}
+    tuner("named", trained_by_name, space, metric="val_loss", search="grid").tune()
+    lines = [json.loads(line) for line in (OUT / "named" / "trials.jsonl").read_text().splitlines()]
+    return [
+        {
+            "values": trial["config"], "loss": trial["metrics"]["val_loss"],
+            "config": yaml.safe_load((OUT / "named" / trial["run_dir"] / "config.yaml").read_text()),
+            "rows": [
+                (line["row"]["step"], line["row"]["validations"])
+                for line in lines if line["event"] == "row" and line["trial"] == int(trial["id"])
+            ],
+        }
+        for trial in sweep_of("named")["trials"]
+    ]  # fmt: skip
 
 
 def optuna():
@@ -267,7 +291,7 @@ def _artifacts(run):
 
 
 SEARCHES = {
-    "few": (grid, failures, refusals, resume),
+    "few": (grid, named, failures, refusals, resume),
     "more": (asha, distributed_trials, optuna, pbt, hyperband, tracked),
 }
 
