@@ -89,7 +89,7 @@ class ForkAgent(SimpleElasticAgent):
         """Take a message of the launcher or of a worker. May be called from any thread."""
         if message["op"] == "exit":
             progress = self._board.progress(message["local_rank"])
-            message = {**message, "reached": (progress.fit, progress.step)}
+            message = {**message, "reached": (progress.fit, progress.step), "phase": progress.phase.in_fit}
         self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls

@@ -77,7 +77,7 @@ class HangCheck:
             script = line_in_script(stacks[found])
             why = why_silent(all_progress[found].pid) or (script and f"it is at {script}")
             text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
-            return _failure(ranks[found], text, suspects.progress)
+            return _failure(ranks[found], text, suspects.progress, script)
         names, is_one = ", ".join(str(ranks[index]) for index in suspects.keys), len(suspects.keys) == 1
         stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
@@ -86,6 +86,7 @@ class HangCheck:
         self._undecided = suspects.progress.beats
         text = f"{stand}, perhaps because of a rank on another node; {kept}"
         self._display.handle({"kind": "notice", "text": text})
+        self._run.event("stands_still", cause=text)
         return None
 
     def _keep(self, stacks: Mapping[int, str], all_progress: Mapping[int, Progress], ranks: Mapping[int, int]) -> Path:
@@ -99,8 +100,9 @@ class HangCheck:
         return directory
 
 
-def _failure(rank: int, text: str, progress: Progress) -> Failure:
-    return Failure(rank, "hang", time.time(), message=text, reached=(progress.fit, progress.step))
+def _failure(rank: int, text: str, progress: Progress, place: str = "") -> Failure:
+    reached = progress.fit, progress.step
+    return Failure(rank, "hang", time.time(), message=text, reached=reached, phase=progress.phase.in_fit, place=place)
 
 
 def _instead(pid: int) -> str:

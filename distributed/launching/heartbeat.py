@@ -35,6 +35,11 @@ class Phase(enum.IntEnum):
         """The phase as messages name it."""
         return _WORDS[self]
 
+    @property
+    def in_fit(self) -> str:
+        """The phase as messages name it, or "" outside of a fit."""
+        return "" if self is Phase.SCRIPT else self.words
+
 
 _WORDS = {
     Phase.SCRIPT: "outside of a fit", Phase.START: "start of the fit", Phase.DATA: "reading data", Phase.TRAINING: "training",
@@ -48,6 +53,7 @@ _CHANGE = struct.Struct("4q")  # the first four
 _MOST_BEATS = 1 << 40  # in a fit
 _NUM_FRESH = 2  # updates of a fit that may take longer than later ones: buffers are made, processes of loaders start
 STACKS_SIGNAL = signal.SIGQUIT  # makes a worker write the stacks of its threads
+_PHASE_OF = "_distributed_phase"  # attribute of an error: the phase of the fit that it has left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +106,9 @@ class Heartbeat:
         self.mark(Phase.START, 0, is_slow=True)
         try:
             yield
+        except BaseException as error:
+            vars(error).setdefault(_PHASE_OF, self.progress.phase)
+            raise
         finally:
             self.mark(Phase.SCRIPT, slot[_STEP])
 
@@ -171,6 +180,12 @@ def _unnamed_file() -> int:
     """Return the descriptor of a new file without a name."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def phase_of(error: BaseException) -> Phase:
+    """Return the phase in which `error` has left a fit, or SCRIPT if it was raised outside of one."""
+    phase = vars(error).get(_PHASE_OF)
+    return phase if isinstance(phase, Phase) else Phase.SCRIPT
 
 
 def progress_in(slot: memoryview) -> Progress:
