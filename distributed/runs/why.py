@@ -17,7 +17,7 @@ from distributed.config.kinds import COUNT, SECONDS, check_kinds, is_number
 from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
-from distributed.runs.fixes import fix_of
+from distributed.runs.fixes import STANDING_STILL, fix_of
 from distributed.runs.listing import RunState, read_state_of
 from distributed.runs.recorded import read_recorded
 
@@ -201,7 +201,7 @@ def _damaged(run: RunDirectory) -> list[str]:
 
 def _fix(problem: Problem | None, verdict: str) -> str:
     if verdict == STANDING:
-        return "py-spy dump --pid PID for each worker, to see where it waits. The ranks that are not in a collective are the cause."
+        return " ".join(STANDING_STILL)
     return "" if problem is None else fix_of(problem.cause)
 
 
