@@ -17,7 +17,8 @@ from distributed.runs.why import STANDING, Problem, Why, read_why
 
 _WIDTH = 80
 _NAME = 10  # columns of the names, with the indentation
-_MOST_LINES = 3  # of one fact
+_MOST_LINES = 3  # of a fact
+_MOST_OF_CAUSE = 5  # an error of this package ends with what to do
 
 
 def why(
@@ -53,7 +54,7 @@ def lines_of(found: Why) -> list[str]:
 def _wrapped(name: str, text: str) -> list[str]:
     return textwrap.wrap(
         text, _WIDTH, initial_indent=f"  {name}".ljust(_NAME + 2), subsequent_indent=" " * (_NAME + 2), break_long_words=False,
-        break_on_hyphens=False, max_lines=_MOST_LINES, placeholder=" ...",
+        break_on_hyphens=False, max_lines=_MOST_OF_CAUSE if name == "cause" else _MOST_LINES, placeholder=" ...",
     )  # fmt: skip
 
 
@@ -108,7 +109,11 @@ def _where(problem: Problem | None) -> str:
     step = f"{step} ({problem.phase})" if step and problem.phase else step or problem.phase
     if not step and problem.kind in ("exception", "exit") and rank:
         step = "outside of a fit"
-    return ", ".join(each for each in (rank, node, step, problem.place and f"at {problem.place}") if each)
+    return ", ".join(each for each in (rank, node, step, _at(problem.place)) if each)
+
+
+def _at(place: str) -> str:
+    return place if not place or place.startswith("rank ") else f"at {place}"
 
 
 def _then(found: Why) -> str:

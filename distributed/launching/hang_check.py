@@ -15,6 +15,8 @@ from distributed.launching.stacks import collect, line_in_script, seen_from_outs
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
+_PLACES = 4  # ranks of which a failure has the place if none can be singled out
+
 
 class HangCheck:
     """Check the workers of each attempt of this node.
@@ -82,7 +84,9 @@ class HangCheck:
         stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
             text = f"{stand}, and none of them could be singled out as the cause; {kept}"
-            return _failure(ranks[suspects.keys[0]], text, suspects.progress)
+            places = {ranks[index]: line_in_script(stacks[index]) for index in suspects.keys[:_PLACES]}
+            place = ", ".join(f"rank {rank} at {where}" for rank, where in places.items() if where)
+            return _failure(ranks[suspects.keys[0]], text, suspects.progress, place)
         self._undecided = suspects.progress.beats
         text = f"{stand}, perhaps because of a rank on another node; {kept}"
         self._display.handle({"kind": "notice", "text": text})

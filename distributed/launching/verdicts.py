@@ -72,10 +72,10 @@ class _Rank:
     def left(self) -> Failure:
         """Return the end of the worker as a failure, even if it ended with code 0 while others still needed it."""
         assert self.status is not None
-        about: dict[str, Any] = {"node": self.node, "reached": self.reached, "phase": self.phase}
+        about: dict[str, Any] = {"node": self.node, "reached": self.reached, "phase": self.phase, "place": self.place}
         if self.status < 0:
             return Failure(self.rank, "signal", self.ended, signum=-self.status, **about)
-        return Failure(self.rank, "exit", self.ended, exit_code=self.status, place=self.place, **about)
+        return Failure(self.rank, "exit", self.ended, exit_code=self.status, **about)
 
 
 class Verdicts:
@@ -159,6 +159,7 @@ class Verdicts:
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
                 rank.reached, rank.phase = _reached_in(message), rank.phase or message.get("phase", "")
+                rank.place = rank.place or message.get("place", "")
             else:
                 self._add_event(message)
             self._changed.notify_all()

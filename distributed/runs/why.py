@@ -30,6 +30,7 @@ _USUAL = 5  # how many times as long as the median time between two log lines a 
 _TAIL_BYTES = 64 * 1024
 _MOST_TEXT = 4000  # characters of a text of the journal
 _STACKS = "; stacks are in "  # before the directory, in the cause of a hang
+_CRASH = "Fatal Python error: "  # begins the stacks that a worker writes when a signal such as SIGSEGV ends it
 _RANK = re.compile(r"\brank (\d{1,6})\b")
 
 
@@ -158,6 +159,7 @@ def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
     if event.get("kind") == "error":  # all ranks may have raised it together, and its text names the rank that it is of
         rank = int(found[1]) if (found := _RANK.search(cause)) else None
     if event.get("kind") == "hang":
+        rank = None if cause.startswith("ranks ") else rank  # none of them could be singled out
         before, _, where = cause.partition(_STACKS)
         where, _, note = where.partition("; ")
         cause = before.replace(f", it is at {place}", "") + (f"; {note}" if note else "")
@@ -249,8 +251,10 @@ def _times_of_rows(run: RunDirectory) -> list[float]:
 
 
 def _last_output(path: Path) -> str:
-    """Return the last line of a log, without its prefix."""
+    """Return the last line of a log before the stacks of a crash, without its prefix."""
     lines = [line.decode(errors="replace").partition("] ")[2].strip() for line in _tail(path)]
+    crash = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].startswith(_CRASH)), len(lines))
+    lines = lines[:crash]
     return next((line[:_MOST_TEXT] for line in reversed(lines) if line), "")
 
 
