@@ -27,6 +27,7 @@ _ENDS = ("finished", "preempted")
 _HANG_TIMEOUT_S = 60.0  # the default of `hang_timeout`
 _SLOW = 10  # how much longer a start may take
 _USUAL = 5  # how many times as long as the median time between two log lines a run may be silent
+_LONG = 4  # lines of a cause
 _TAIL_BYTES = 64 * 1024
 _MOST_TEXT = 4000  # characters of a text of the journal
 _STACKS = "; stacks are in "  # before the directory, in the cause of a hang
@@ -166,15 +167,21 @@ def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
         stacks = f"logs/{Path(where).name}" if where else ""
     log = f"logs/rank-{rank}.log" if rank is not None and (run.logs / f"rank-{rank}.log").exists() else ""
     return Problem(
-        time=event["time"], cause=cause or "the cause is not known", rank=rank, node=str(event.get("node", "")), kind=_text(event.get("kind")),
+        time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=str(event.get("node", "")), kind=_text(event.get("kind")),
         step=event.get("in_step"), phase=_text(event.get("phase")), place=place, then=_text(event.get("then")), stacks=stacks, log=log,
         last_output=_last_output(run.path / log) if log and event.get("kind") in ("signal", "exit") else "",
     )  # fmt: skip
 
 
+def _short(cause: str) -> str:
+    """Return a cause in one line. A long one, such as an error of a loader process with its traceback, keeps its first and last line."""
+    lines = [line.strip() for line in cause.splitlines() if line.strip()]
+    return " ".join(lines) if len(lines) < _LONG else f"{lines[0]} ... {lines[-1]}"
+
+
 def _of_result(state: RunState) -> Problem:
     """Return the failure that only result.json has, because another launcher started the workers."""
-    return Problem(state.changed, _text(state.error), None, "", "", None, "", "", "", "", "", "")
+    return Problem(state.changed, _short(_text(state.error)), None, "", "", None, "", "", "", "", "", "")
 
 
 def _text(value: Any) -> str:

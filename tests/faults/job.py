@@ -95,7 +95,7 @@ def other_order() -> None:
     """Call two collectives in another order on rank 1, as code under `if rank == 0` does."""
     gathered = [torch.zeros(4) for _ in range(2)]
     if RANK:
-        dist.all_gather(gathered, torch.ones(4))
+        dist.all_gather(gathered, torch.ones(4))  # the others call broadcast now
     dist.broadcast(torch.ones(1), 0)
     if not RANK:
         dist.all_gather(gathered, torch.ones(4))
