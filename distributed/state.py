@@ -95,6 +95,8 @@ class UpdateBatch:
     micro_batches: list[MicroBatch]
     num_samples: int  # samples of the update, over all ranks
     position: int  # the position of the update's first sample in the order of the epoch
+    # (position, num_samples) -> the keys of this rank's samples in the data set, for each micro-batch; None if they are not known.
+    keys_at: Callable[[int, int], list[list[Any]]] | None = None
 
 
 @dataclasses.dataclass(slots=True)

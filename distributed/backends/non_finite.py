@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from distributed.backends.world import World
@@ -48,6 +48,7 @@ class NanPolicy:
             result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []
 
 
+_SHOWN = 32  # samples of a rank that a message names
 _BAD = ("nan", "inf", "-inf")  # a vote is the position here, counted from 1
 
 
@@ -66,12 +67,57 @@ def votes_of(world: World, losses: Iterable[float]) -> dict[int, float]:
     return world.reduce({rank: mine if rank == world.rank else 0.0 for rank in range(world.world_size)})
 
 
-def describe(step: int, update_batch: UpdateBatch, votes: Mapping[int, float]) -> str:
-    """Return a text with the step, the ranks whose loss was not finite (by `votes`), and the samples of the update."""
+def describe(
+    world: World,
+    step: int,
+    update_batch: UpdateBatch,
+    votes: Mapping[int, float],
+    losses: Sequence[float],
+    find_rows: Callable[[Any, int], Sequence[int]] = lambda batch, num_samples: (),
+) -> str:
+    """Return a text with the step, the ranks whose loss was not finite (by `votes`), and the samples of the update. A collective.
+
+    Args:
+        world: the ranks.
+        step: the step, from 1.
+        update_batch: the update batch of this rank.
+        votes: the vote of every rank.
+        losses: the losses of this rank, in the order of its micro-batches, or one loss for all of them.
+        find_rows: returns the rows of a batch that hold values that are not finite.
+    """
     bad = {rank: _BAD[int(number) - 1] for rank, number in votes.items() if number}
     if bad:
         here = f"the loss is {next(iter(bad.values()))} on rank {', '.join(map(str, bad))}"
     else:
         here = "a gradient is NaN or infinite"
     last = update_batch.position + update_batch.num_samples - 1
-    return f"step {step}: {here} (samples at positions {update_batch.position} to {last} of the epoch)"
+    where = f"samples at positions {update_batch.position} to {last} of the epoch"
+    found = (
+        world.gather(_suspects(update_batch, losses, find_rows) if bad.get(world.rank) else [0, [], []]) if bad else []
+    )
+    if names := [name for _, names, _ in found for name in names]:
+        rest = sum(count for count, _, _ in found) - len(names)
+        here += f" for sample{'s' * (len(names) + rest > 1)} {', '.join(names)}{f' and {rest} more' * (rest > 0)} of the data set"
+    if rows := [name for _, _, rows in found for name in rows]:
+        here += f"; not finite in the data: {', '.join(rows)}"
+    return f"step {step}: {here} ({where})"
+
+
+def _suspects(
+    update_batch: UpdateBatch, losses: Sequence[float], find_rows: Callable[[Any, int], Sequence[int]]
+) -> list[Any]:
+    """Return how many samples of this rank may be the cause of its loss, the first of them, and those that are not finite themselves."""
+    if update_batch.keys_at is None:
+        return [0, [], []]
+    keys = update_batch.keys_at(update_batch.position, update_batch.num_samples)
+    bad: Sequence[int] = range(len(keys))
+    if len(losses) == len(keys):
+        bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
+    micros = update_batch.micro_batches
+    rows = {index: find_rows(micros[index].batch, len(keys[index])) for index in bad if index < len(micros)}
+    names = [str(key) for index in bad for key in keys[index]]
+    return [
+        len(names),
+        names[:_SHOWN],
+        [str(keys[index][row]) for index, found in rows.items() for row in found][:_SHOWN],
+    ]

@@ -279,8 +279,10 @@ class TensorFlowBackend(Backend[Any]):
 
     def _on_non_finite(self, update_batch: UpdateBatch, pending: PendingUpdate, result: StepResult) -> None:
         """Apply `nan_policy`. All ranks call it together, because the summed gradients are the same on each. A collective."""
-        votes = votes_of(self.world, [float(pending.sums["loss"][0])])
-        self._nan_policy.apply(self._step, describe(self._step + 1, update_batch, votes), result, can_be_made=True)
+        losses = [float(pending.sums["loss"][0])]
+        votes = votes_of(self.world, losses)
+        where = describe(self.world, self._step + 1, update_batch, votes, losses)
+        self._nan_policy.apply(self._step, where, result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
 

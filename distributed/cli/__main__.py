@@ -26,6 +26,7 @@ GROUPS = {
     "See what ran": {
         "runs": ("distributed.cli.runs", "runs", "list, filter, sort and delete runs"),
         "status": ("distributed.cli.runs", "status", "show the state of a run and follow it to its end"),
+        "why": ("distributed.cli.why", "why", "say why a run failed, hangs or ended"),
         "compare": ("distributed.cli.compare", "compare", "show several runs side by side in the terminal"),
         "report": ("distributed.cli.report", "report", "draw the curves of runs or a search into an HTML file"),
         "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),

@@ -43,6 +43,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "distributed runs --where status=failed --where 'age>7d' --delete",
     ),
     "status": ("distributed status runs/first", "distributed status runs/first --once"),
+    "why": ("distributed why runs/first", "distributed why runs/first --json"),
     "compare": (
         "distributed compare runs/first runs/second",
         "distributed compare runs/first runs/second --metric val_accuracy",

@@ -17,6 +17,13 @@ from typing import Any
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
 
+# In the words of docs/troubleshooting.md, of which a test holds each sentence.
+_TORCH_HINTS = {
+    "DataLoader worker (pid": "A loader worker was killed, usually because memory ran out. Use fewer workers or a smaller prefetch_factor.",
+    "NCCL error": "Set NCCL_DEBUG=INFO in the environment of the command: NCCL then writes the reason to RUN/logs/rank-N.log.",
+    "Too many open files": "Each tensor that a loader worker sends keeps a file open. Raise the limit (ulimit -n 65536).",
+}
+
 
 @dataclass(frozen=True)
 class PeerErrors:
@@ -136,7 +143,7 @@ REGISTRY: dict[str, BackendEntry] = {
         BackendEntry(
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "one process, no communication", single_process=True, is_default=True,
-            profile_environ=_TORCH_PROFILE, hints=dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT),
+            profile_environ=_TORCH_PROFILE, hints={**dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT), **_TORCH_HINTS},
         ),
         BackendEntry(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,

@@ -37,6 +37,7 @@ from distributed.launching.nodes import Node, interface_environ, names_of, numbe
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
+from distributed.launching.stacks import line_in_script
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
@@ -71,6 +72,7 @@ class ForkAgent(SimpleElasticAgent):
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
         self._node_index, self._num_nodes = 0, 1  # this node's index among the nodes of this attempt, and their number
+        self._rank_of: dict[int, int] = {}  # local rank -> rank, in this attempt
         self._world_size = 0  # of the attempt before, at the beginning of an attempt
         self._nodes: list[Node] = []  # nodes of this attempt; empty if there is only one
         self._names: dict[int, str] = {}  # by node rank, as they were shown
@@ -89,7 +91,10 @@ class ForkAgent(SimpleElasticAgent):
         """Take a message of the launcher or of a worker. May be called from any thread."""
         if message["op"] == "exit":
             progress = self._board.progress(message["local_rank"])
-            message = {**message, "reached": (progress.fit, progress.step)}
+            message = {**message, "reached": (progress.fit, progress.step), "phase": progress.phase.in_fit}
+            if message["status"] < 0 and (crash := self._board.crash(message["local_rank"])):
+                self.output.log(self._rank_of[message["local_rank"]], crash)
+                message["place"] = line_in_script(crash)
         self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls
@@ -147,6 +152,7 @@ class ForkAgent(SimpleElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
         self.verdicts.begin(ranks, attempt, dict.fromkeys(ranks, self._node_name()), is_regroup=self._is_regroup)
         self._board.clear()
+        self._rank_of = ranks
         self._hangs.begin()
         for worker in worker_group.workers:
             self._start_worker(worker, worker_group, attempt)

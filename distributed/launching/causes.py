@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import sys
 import sysconfig
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from distributed.config.registry import REGISTRY, PeerErrors
+from distributed.errors import DistributedError
 
 # Python's own exceptions. Those of the engines, and all messages, are in the entries of the registry.
 _PEER_ERRORS = PeerErrors(types=("ConnectionResetError", "BrokenPipeError"), general_types=("RuntimeError",))
+_FRAME = re.compile(r'^\s*File "(.*)", line (\d+), in (.*)$', re.MULTILINE)  # a line of a traceback
 _OUR_DIRECTORY = str(Path(__file__).resolve().parent.parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
@@ -34,6 +37,9 @@ class Failure:
     node: str = ""  # name of the rank's machine, if the launcher started workers on several
     reached: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
     note: str = ""  # why the run is not restarted, although it may be after such a failure
+    phase: str = ""  # what the rank did in its fit, in the words of `heartbeat.Phase`; "" outside of a fit
+    place: str = ""  # file, line and function of the user's code, or "" if that is not known
+    is_echo: bool = False  # whether it repeats the error of another rank
 
     @property
     def is_consequence(self) -> bool:
@@ -49,10 +55,10 @@ class Failure:
 
     @property
     def weight(self) -> int:
-        """0 for a cause, 1 for an abort in C++, which may be a consequence, and 2 for a lost connection, which is one."""
+        """0 for a cause, 1 for an abort in C++, which may be a consequence, or an echo, and 2 for a lost connection, which is one."""
         if self.is_consequence:
             return 2
-        return 1 if self.kind == "signal" and self.signum == signal.SIGABRT else 0
+        return 1 if self.is_echo or (self.kind == "signal" and self.signum == signal.SIGABRT) else 0
 
     def __str__(self) -> str:
         if self.kind in ("error", "hang"):
@@ -97,6 +103,36 @@ def line_of(error: BaseException) -> str:
     """Return where in the user's code `error` was raised, as a phrase for a message, or "" if that is not known."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
     return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+
+
+def message_of(error: BaseException) -> str:
+    """Return the message of the error. If its `__str__` raises, the failure is still reported."""
+    return traceback.TracebackException(type(error), error, None)._str  # type: ignore[attr-defined,no-any-return]
+
+
+def place_of(error: BaseException) -> str:
+    """Return the file, the line and the function of the user's code in which `error` was raised, or "" if that is not known.
+
+    An error of this package was often caused by another one, whose place says more. The message of an error that a process of a
+    loader has passed on holds the traceback of that process.
+    """
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
+        return f"{error.filename}, line {error.lineno}"
+    frames = [frame for frame in _FRAME.findall(message_of(error)) if is_users(frame[0])]
+    cause = error.__cause__ if isinstance(error, DistributedError) else None
+    if not frames and cause is not None and (found := place_of(cause)):
+        return found
+    if not frames:
+        traces = traceback.extract_tb(error.__traceback__)
+        frames = [(each.filename, str(each.lineno), each.name) for each in traces if is_users(each.filename)]
+    return "{}, line {}, in {}".format(*frames[-1]) if frames else ""
+
+
+def place_of_caller(frame: FrameType | None) -> str:
+    """Return the file, the line and the function of the user's code that the innermost such frame from `frame` outwards is in, or ""."""
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
 def _format(error: BaseException, *, short: bool) -> str:

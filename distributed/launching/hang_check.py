@@ -15,6 +15,8 @@ from distributed.launching.stacks import collect, line_in_script, seen_from_outs
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
+_PLACES = 4  # ranks of which a failure has the place if none can be singled out
+
 
 class HangCheck:
     """Check the workers of each attempt of this node.
@@ -77,15 +79,18 @@ class HangCheck:
             script = line_in_script(stacks[found])
             why = why_silent(all_progress[found].pid) or (script and f"it is at {script}")
             text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
-            return _failure(ranks[found], text, suspects.progress)
+            return _failure(ranks[found], text, suspects.progress, script)
         names, is_one = ", ".join(str(ranks[index]) for index in suspects.keys), len(suspects.keys) == 1
         stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
             text = f"{stand}, and none of them could be singled out as the cause; {kept}"
-            return _failure(ranks[suspects.keys[0]], text, suspects.progress)
+            places = {ranks[index]: line_in_script(stacks[index]) for index in suspects.keys[:_PLACES]}
+            place = ", ".join(f"rank {rank} at {where}" for rank, where in places.items() if where)
+            return _failure(ranks[suspects.keys[0]], text, suspects.progress, place)
         self._undecided = suspects.progress.beats
         text = f"{stand}, perhaps because of a rank on another node; {kept}"
         self._display.handle({"kind": "notice", "text": text})
+        self._run.event("stands_still", cause=text)
         return None
 
     def _keep(self, stacks: Mapping[int, str], all_progress: Mapping[int, Progress], ranks: Mapping[int, int]) -> Path:
@@ -99,8 +104,9 @@ class HangCheck:
         return directory
 
 
-def _failure(rank: int, text: str, progress: Progress) -> Failure:
-    return Failure(rank, "hang", time.time(), message=text, reached=(progress.fit, progress.step))
+def _failure(rank: int, text: str, progress: Progress, place: str = "") -> Failure:
+    reached = progress.fit, progress.step
+    return Failure(rank, "hang", time.time(), message=text, reached=reached, phase=progress.phase.in_fit, place=place)
 
 
 def _instead(pid: int) -> str:

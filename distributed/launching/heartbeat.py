@@ -35,6 +35,11 @@ class Phase(enum.IntEnum):
         """The phase as messages name it."""
         return _WORDS[self]
 
+    @property
+    def in_fit(self) -> str:
+        """The phase as messages name it, or "" outside of a fit."""
+        return "" if self is Phase.SCRIPT else self.words
+
 
 _WORDS = {
     Phase.SCRIPT: "outside of a fit", Phase.START: "start of the fit", Phase.DATA: "reading data", Phase.TRAINING: "training",
@@ -48,6 +53,8 @@ _CHANGE = struct.Struct("4q")  # the first four
 _MOST_BEATS = 1 << 40  # in a fit
 _NUM_FRESH = 2  # updates of a fit that may take longer than later ones: buffers are made, processes of loaders start
 STACKS_SIGNAL = signal.SIGQUIT  # makes a worker write the stacks of its threads
+_CRASH = "Fatal Python error: "  # begins what faulthandler writes
+_PHASE_OF = "_distributed_phase"  # attribute of an error: the phase of the fit that it has left
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +107,9 @@ class Heartbeat:
         self.mark(Phase.START, 0, is_slow=True)
         try:
             yield
+        except BaseException as error:
+            vars(error).setdefault(_PHASE_OF, self.progress.phase)
+            raise
         finally:
             self.mark(Phase.SCRIPT, slot[_STEP])
 
@@ -140,10 +150,13 @@ class Board:
         self._stacks = [_unnamed_file() for _ in range(num_workers)] if fd == -1 else []
 
     def join(self, index: int) -> None:
-        """Make this process the worker `index`: let it say where it is, and write its stacks when it is asked for them."""
+        """Make this process the worker `index`: let it say where it is, and write its stacks when it is asked for them or crashes."""
         _heartbeat.attach(self._slot(index))
-        if self._stacks:
-            faulthandler.register(STACKS_SIGNAL, self._stacks[index], all_threads=True)
+        if not self._stacks:
+            return
+        faulthandler.register(STACKS_SIGNAL, self._stacks[index], all_threads=True)
+        if not faulthandler.is_enabled():  # the user may have set PYTHONFAULTHANDLER
+            faulthandler.enable(self._stacks[index], all_threads=True)
 
     def _slot(self, index: int) -> memoryview:
         size = SLOT_BYTES // 8
@@ -156,6 +169,14 @@ class Board:
     def clear(self) -> None:
         """Forget all workers, before the next ones start."""
         self._memory[:] = bytes(len(self._memory))
+        for fd in self._stacks:
+            os.ftruncate(fd, 0)
+            os.lseek(fd, 0, os.SEEK_SET)  # the workers share the offset, because they are forked
+
+    def crash(self, index: int) -> str:
+        """Return the stacks that a worker has written when a signal such as SIGSEGV ended it, or ""."""
+        _, head, text = (self.stacks(index, 0) if self._stacks else "").rpartition(_CRASH)
+        return head + text.partition("\nExtension modules: ")[0] if head else ""
 
     def stacks_size(self, index: int) -> int:
         """Return how many bytes of stacks a worker has written so far."""
@@ -171,6 +192,12 @@ def _unnamed_file() -> int:
     """Return the descriptor of a new file without a name."""
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
+
+
+def phase_of(error: BaseException) -> Phase:
+    """Return the phase in which `error` has left a fit, or SCRIPT if it was raised outside of one."""
+    phase = vars(error).get(_PHASE_OF)
+    return phase if isinstance(phase, Phase) else Phase.SCRIPT
 
 
 def progress_in(slot: memoryview) -> Progress:

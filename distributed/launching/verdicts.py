@@ -55,7 +55,9 @@ class _Rank:
     is_unshared: bool = False  # whether the worker ended without sharing its work with another one
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended: float = 0.0
-    reached: tuple[int, int] = (0, 0)  # see Failure
+    reached: tuple[int, int] = (0, 0)  # see Failure, also for the next two
+    phase: str = ""
+    place: str = ""
 
     def failure(self) -> Failure | None:
         """Return how the worker failed, or None if it did not fail so far."""
@@ -70,9 +72,10 @@ class _Rank:
     def left(self) -> Failure:
         """Return the end of the worker as a failure, even if it ended with code 0 while others still needed it."""
         assert self.status is not None
+        about: dict[str, Any] = {"node": self.node, "reached": self.reached, "phase": self.phase, "place": self.place}
         if self.status < 0:
-            return Failure(self.rank, "signal", self.ended, signum=-self.status, node=self.node, reached=self.reached)
-        return Failure(self.rank, "exit", self.ended, exit_code=self.status, node=self.node, reached=self.reached)
+            return Failure(self.rank, "signal", self.ended, signum=-self.status, **about)
+        return Failure(self.rank, "exit", self.ended, exit_code=self.status, **about)
 
 
 class Verdicts:
@@ -155,7 +158,8 @@ class Verdicts:
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
-                rank.reached = _reached_in(message)
+                rank.reached, rank.phase = _reached_in(message), rank.phase or message.get("phase", "")
+                rank.place = rank.place or message.get("place", "")
             else:
                 self._add_event(message)
             self._changed.notify_all()
@@ -188,11 +192,14 @@ class Verdicts:
                     self.expect_regroup()
             elif message["kind"] == "unshared":
                 rank.is_unshared = True
+            elif message["kind"] == "leaves":
+                rank.place, rank.phase = message["place"], message.get("phase", "")
             elif rank.reported is None:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
-                    message["exit_code"], node=rank.node, reached=_reached_in(message),
+                    message["exit_code"], node=rank.node, reached=_reached_in(message), phase=message.get("phase", ""),
+                    place=message.get("place", ""), is_echo=message.get("is_echo", False),
                 )  # fmt: skip
 
     def blame(self, failure: Failure) -> None:
@@ -293,24 +300,40 @@ class Verdicts:
             cause = dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})")
             restarts_left = 0
         self.cause = cause
+        then = self._then(cause, restarts_left, left)
         if not self.stop_signal:
             detail: dict[str, Any] = {} if self.node is None else {"node": self.node}
-            detail |= {"traceback": cause.traceback} if cause.kind == "exception" and cause.traceback else {}
-            self.failure = {"time": time.time(), "rank": cause.rank, "cause": in_words(cause), **detail}
+            self.failure = {
+                "time": time.time(),
+                "rank": cause.rank,
+                "cause": in_words(cause),
+                **detail,
+                **_facts_of(cause),
+                "then": then,
+            }
             self._run.event("worker_failed", **self.failure)
             if left:
-                text = f"{in_words(cause)}: going on with {left} process{'es' * (left > 1)}"
-                self._display.handle({"kind": "warning", "text": text})
+                self._display.handle({"kind": "warning", "text": f"{in_words(cause)}: {then}"})
                 self._is_regrouping = True
                 return Verdict.REGROUP
         if not restarts_left:
             return Verdict.OVER
-        attempt = self._request.max_restarts - restarts_left + 1
-        text = f"{in_words(cause)}: restarting"
-        if not (cause.is_consequence and self._request.num_nodes > 1):  # this one is not counted if a node was lost
-            text += f" ({attempt} of {self._request.max_restarts})"
-        self._display.handle({"kind": "warning", "text": text})
+        self._display.handle({"kind": "warning", "text": f"{in_words(cause)}: {then}"})
         return Verdict.RESTART
+
+    def _then(self, cause: Failure, restarts_left: int, left: int) -> str:
+        """Return in words what the launcher does after a failure: `left` is the number of processes with which a run goes on."""
+        most = self._request.max_restarts
+        if left:
+            return f"going on with {left} process{'es' * (left > 1)}"
+        if restarts_left:
+            is_counted = not (cause.is_consequence and self._request.num_nodes > 1)  # it is not if a node was lost
+            return f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
+        if cause.note or cause.kind == "error":
+            return ""
+        if cause.kind in ("signal", "hang") or self._request.restart_on_exception:
+            return f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
+        return "not restarted: only kills and hangs are"
 
     def _may_shrink(self, cause: Failure) -> bool:
         return cause.kind == "signal" and not self.stop_signal
@@ -377,8 +400,7 @@ class Verdicts:
         if cause.note:
             text += f"; {cause.note}"
         elif cause.kind in ("signal", "hang"):
-            budget = self._request.max_restarts
-            text += f"; no restart is left (max_restarts={budget})" if budget else "; max_restarts=0"
+            text += f"; {self._then(cause, 0, 0)}"
         if cause.traceback and cause.kind == "exception":
             text += f" (whole log: {self._run.logs / f'rank-{cause.rank}.log'})\n{cause.traceback}"
         self._display.handle({"kind": "error", "text": text})
@@ -392,6 +414,16 @@ class Verdicts:
         text = ways_out(request.script, request.world_size)
         add_warning(self._run, text, world_size=request.world_size)
         self._display.handle({"kind": "warning", "text": text})
+
+
+def _facts_of(cause: Failure) -> dict[str, Any]:
+    """Return what is known of a failure besides its rank and cause, for its event."""
+    fit, step = cause.reached
+    facts = {
+        "kind": cause.kind, "in_step": step if fit else None, "phase": cause.phase, "place": cause.place,
+        "traceback": cause.traceback if cause.kind == "exception" else "",
+    }  # fmt: skip
+    return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
 def _reached_in(message: Mapping[str, Any]) -> tuple[int, int]:

@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 import time
-import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,11 +21,11 @@ from typing import Any, NoReturn
 from distributed.config.merging import Overrides
 from distributed.config.registry import hint_of
 from distributed.errors import DistributedError, TrainingInterrupted
-from distributed.launching.causes import full_traceback, short_traceback
+from distributed.launching.causes import full_traceback, message_of, place_of, place_of_caller, short_traceback
 from distributed.launching.engines import has_joined, seed_generators, use_store
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.heartbeat import heartbeat
+from distributed.launching.heartbeat import heartbeat, phase_of
 from distributed.launching.request import (
     Handover,
     LaunchRequest,
@@ -65,7 +64,7 @@ def run_worker(request: LaunchRequest, command: dict[str, Any], fds: list[int]) 
         if channel is not None:
             channel.send({**event, "rank": rank})
 
-    with _before_hard_exit(lambda: _report_unshared(on_event)):
+    with _before_hard_exit(lambda: _report_unshared(on_event), on_event):
         code = _run(request, on_event)
     if code == 0 and rank == 0:
         _report_unused(request, on_event)
@@ -102,13 +101,15 @@ def run_here(handover: Handover, request: LaunchRequest, environment: WorkerEnvi
 
 
 @contextlib.contextmanager
-def _before_hard_exit(act: Callable[[], None]) -> Iterator[None]:
-    """Call `act` right before the script ends this process by `os._exit(0)`, which runs no other code at the end."""
+def _before_hard_exit(act: Callable[[], None], on_event: OnEvent) -> Iterator[None]:
+    """Say where the script calls `os._exit`, which runs no other code at the end, and call `act` before `os._exit(0)`."""
     leave, worker = os._exit, os.getpid()
 
     def leave_with_word(status: int) -> NoReturn:
-        if status == 0 and os.getpid() == worker:  # not in a process that the script has forked
-            act()
+        if os.getpid() == worker:  # not in a process that the script has forked
+            on_event({"kind": "leaves", "place": place_of_caller(sys._getframe(1))})
+            if status == 0:
+                act()
         leave(status)
 
     os._exit = leave_with_word
@@ -149,6 +150,7 @@ def _run(request: LaunchRequest, on_event: OnEvent, found: WorkerEnvironment | N
         on_event({"kind": "interrupted", "signum": end.signum})
         return 128 + end.signum
     except SystemExit as end:
+        on_event({"kind": "leaves", "place": place_of(end), "phase": phase_of(end).in_fit})
         return _exit_code(end)
     except KeyboardInterrupt:
         on_event({"kind": "interrupted", "signum": int(signal.SIGINT)})
@@ -170,21 +172,16 @@ def _failed(error: BaseException, on_event: OnEvent) -> int:
     _flush()
     is_ours = isinstance(error, DistributedError)
     code = error.exit_code if isinstance(error, DistributedError) else 1
-    hint = hint_of(_text(error))
+    hint = hint_of(message_of(error))
     is_shown = hint is None or f"hint: {hint}" in getattr(error, "__notes__", ())
     more = "" if is_shown else f"\nhint: {hint}"
     on_event({
-        "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
+        "kind": "error", "type": type(error).__name__, "message": message_of(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
         "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
-        "reached": [(at := heartbeat().progress).fit, at.step],
+        "reached": [(at := heartbeat().progress).fit, at.step], "phase": phase_of(error).in_fit, "place": place_of(error),
     })  # fmt: skip
     return code
-
-
-def _text(error: BaseException) -> str:
-    """Return the message of the error. If its `__str__` raises, the failure is still reported."""
-    return traceback.TracebackException(type(error), error, None)._str  # type: ignore[attr-defined,no-any-return]
 
 
 def _exit_code(end: SystemExit) -> int:

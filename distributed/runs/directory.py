@@ -32,7 +32,8 @@ JOB = "job"  # directory of the files for a scheduler, written before the run
 LEARNING_RATE = "learning-rate"  # directory of a learning rate finder below that of the run; further ones get a number
 _EVENT = {
     "event": TEXT, "time": SECONDS, "step": COUNT, "checkpoint": TEXT, "cause": optional(TEXT),
-    "traceback": optional(TEXT), "after": optional(TEXT), "directory": TEXT, "restart_count": COUNT,
+    "traceback": optional(TEXT), "after": optional(TEXT), "rank": optional(COUNT), "in_step": COUNT,
+    "kind": TEXT, "phase": TEXT, "place": TEXT, "then": TEXT, "directory": TEXT, "restart_count": COUNT,
     "node": optional(Kind("a number or a name", lambda value: isinstance(value, (int, str)))),
 }  # fmt: skip
 _DYING_S = 5.0  # seconds that workers may take to end after their launcher was killed

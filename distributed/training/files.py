@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -158,8 +158,9 @@ class TrainerFiles:
         objects = Objects(address) if address is not None else None
         store = CheckpointStore(
             directory or run.checkpoints, self._backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best,
-            monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context, on_event=self._on_event,
-            objects=objects, on_upload=lambda upload: run.event("checkpoint_uploaded", **dataclasses.asdict(upload)),
+            monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context,
+            on_event=lambda event: self._of_store(run, event), objects=objects,
+            on_upload=lambda upload: run.event("checkpoint_uploaded", **dataclasses.asdict(upload)),
             copy_run=remote.push if remote is not None else lambda: None, is_restart=self._restart_count > 0,
         )  # fmt: skip
         # The trainer keeps the lock, even after a fit that failed, so it takes the lock only once.
@@ -176,6 +177,12 @@ class TrainerFiles:
                 " set checkpoint_dir (or --run-dir) to a directory on a file system that all nodes share, or to an address in object storage"
             )
         return store
+
+    def _of_store(self, run: RunDirectory, event: Mapping[str, Any]) -> None:
+        """Show an event of the checkpoint store. Write a save that failed into the journal of the run. Main process only."""
+        self._on_event(event)
+        if "bytes_needed" in event:
+            run.event("save_failed", checkpoint=Path(event["path"]).name, cause=event["cause"])
 
     def refuse_to_start_over(self, run: RunDirectory, store: CheckpointStore) -> None:
         """Raise ConfigError if the run saved checkpoints before and `store` holds none of them. A collective."""

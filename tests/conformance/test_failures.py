@@ -51,7 +51,10 @@ def lines(done):
 
 def test_a_nan_on_one_rank_stops_all_before_the_update(fail, tmp_path):
     done = fail("nan-stop", 1)
-    assert lines(done)[-1].startswith("error: step 5: the loss is nan on rank 1 (samples at positions 32 to 39")
+    assert lines(done)[-1].startswith(
+        "error: step 5: the loss is nan on rank 1 for samples 33, 35, 37, 39 of the data set; not finite in the data: 33"
+        " (samples at positions 32 to 39 of the epoch)"
+    )
     assert done.output.count("the loss is nan") == 1 and "Traceback" not in done.output
     first, second = updates(tmp_path, "nan-stop")
     assert [entry["step"] for entry in first] == [entry["step"] for entry in second] == [1, 2, 3, 4]

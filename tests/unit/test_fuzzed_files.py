@@ -289,6 +289,7 @@ def test_commands_on_a_run(tmp_path: Path, name: str, examples: int) -> None:
         (one / name).write_bytes(variant)
         plainly("runs", tmp_path / "runs")
         plainly("status", "--once", one)
+        plainly("why", one)
         plainly("compare", one, other)
         plainly("compare", one, other, "--json")
         run = read_run(one)

@@ -215,7 +215,8 @@ def test_a_later_look_changes_no_bit(tmp_path, settings):
 def test_a_nan_is_named_and_is_in_no_checkpoint(tmp_path, every, settings):
     said, _, names = steps(tmp_path, bad=22, checkpoint_every_n_steps=every, **settings)
     assert said.startswith(
-        "step 6: the loss is nan on rank 0 (samples at positions 20 to 23 of the epoch): stopped after"
+        "step 6: the loss is nan on rank 0 for samples 20, 21, 22, 23 of the data set (samples at positions 20 to 23 of the"
+        " epoch): stopped after"
     )
     assert all(int(name.removeprefix("step-")) < 6 for name in names) and bool(names) is (every < 6)
 

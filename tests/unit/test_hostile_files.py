@@ -77,6 +77,7 @@ def test_no_command_obeys_the_escape_sequences_of_a_run(tmp_path: Path, capsys: 
     runs = [hostile_run(tmp_path / "runs" / f"a{ESCAPE.replace('/', '')}{number}") for number in range(2)]
     assert r"\x1b[2J" in command(capsys, "runs", tmp_path / "runs")
     assert r"\x1b[2J\x1b]0;owned\x07\nline" in command(capsys, "status", "--once", runs[0])
+    assert r"\x1b[2J" in command(capsys, "why", runs[0]) and command(capsys, "why", "--json", runs[0])
     assert r"\x1b[2J" in command(capsys, "compare", *runs)
     assert r"\x1b[2J" in command(capsys, "report", runs[0])
     (runs[0] / "config.yaml").write_text("a: [")

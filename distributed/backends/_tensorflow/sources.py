@@ -4,6 +4,8 @@ data."""
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -100,7 +102,14 @@ class TensorFlowMapData(Data):
             number = min(size, count - start)
             own = self._full if number == size else slices(number, self.batch, self._rank)
             micros = [self._micro(epoch, order, start, positions) for positions in own]
-            yield UpdateBatch(micros, number, start)
+            yield UpdateBatch(micros, number, start, functools.partial(self._keys_at, order))
+
+    def _keys_at(self, order: Any, start: int, number: int) -> list[list[Any]]:
+        """Return the indices of this rank's samples in the update of `number` samples at `start`, for each micro-batch."""
+        own = slices(number, self.batch, self._rank)
+        return [
+            [int(each) for each in order[start + cut.start : start + cut.stop : cut.step]] if cut else [] for cut in own
+        ]
 
     def example(self) -> Any:
         """Return a batch of one sample."""
@@ -221,7 +230,7 @@ class TorchData(Data):
         """Yield the update batches of `epoch` after `skip` global samples."""
         for update_batch in self._inner.epoch(epoch, skip):
             micros = [MicroBatch(_arrays(micro.batch), micro.num_samples) for micro in update_batch.micro_batches]
-            yield UpdateBatch(micros, update_batch.num_samples, update_batch.position)
+            yield dataclasses.replace(update_batch, micro_batches=micros)
 
     def example(self) -> Any:
         """Return the first batch of the first epoch."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -221,6 +222,11 @@ class MapData(ShardedData):
             own = self._full if end - start == usual else self._cut(end - start)
             yield start, end - start, [_positions_in_epoch(positions, start) for positions in own]
 
+    def _keys_at(self, keys: Any, start: int, count: int) -> list[list[Any]]:
+        """Return the keys of this rank's samples in the update of `count` samples at `start`, for each micro-batch."""
+        parts = [_positions_in_epoch(positions, start) for positions in self._cut(count)]
+        return [_at(keys, where)[:n] for where, n in parts]
+
     def _cut(self, count: int) -> list[range]:
         micro_batches = None
         if self._source.batch_sampler is not None:  # the sampler's items set the size of a batch, not `batch_size`
@@ -229,9 +235,9 @@ class MapData(ShardedData):
         return slices(count, self.batch, self._rank, micro_batches)
 
     def _in_process(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[UpdateBatch]:
-        read = self._reader(epoch, keys)
+        read, keys_at = self._reader(epoch, keys), functools.partial(self._keys_at, keys)
         for start, count, parts in self._updates(starts):
-            yield UpdateBatch([MicroBatch(read(where), n) for where, n in parts], count, start)
+            yield UpdateBatch([MicroBatch(read(where), n) for where, n in parts], count, start, keys_at)
 
     def _reader(self, epoch: int, keys: Any) -> Callable[[range], Any]:
         """Return a function that reads the samples at given positions. Tensor data sets are indexed without
@@ -258,9 +264,10 @@ class MapData(ShardedData):
         self._requests.now = lambda: (
             (epoch, where, _at(keys, where)) for _, _, parts in self._updates(starts) for where, _ in parts
         )
+        keys_at = functools.partial(self._keys_at, keys)
         with contextlib.closing(read_loader(self._worker_loader(epoch))) as batches:
             for start, count, parts in self._updates(starts):
-                yield UpdateBatch([MicroBatch(next(batches), n) for _, n in parts], count, start)
+                yield UpdateBatch([MicroBatch(next(batches), n) for _, n in parts], count, start, keys_at)
 
     def _worker_loader(self, epoch: int) -> DataLoader[Any]:
         user = self._source.loader

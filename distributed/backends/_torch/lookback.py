@@ -41,7 +41,7 @@ class Unread:
     def of(cls, bad: torch.Tensor, update_batch: UpdateBatch, losses: Sequence[Loss]) -> Unread:
         """Return the record of an update. `bad` is 0 if all gradients are finite."""
         values = [Loss(loss.value.detach(), None) for loss in losses]
-        return cls(Reading(bad), UpdateBatch([], update_batch.num_samples, update_batch.position), values)
+        return cls(Reading(bad), dataclasses.replace(update_batch, micro_batches=[]), values)
 
     def is_bad(self) -> bool:
         """Return whether a gradient was NaN or infinite."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,3 +62,24 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         return batch.to(device)
     held = children(batch)
     return batch if held is None else rebuilt(batch, {key: move(child, device, dtype) for key, child in held.items()})
+
+
+def rows_not_finite(batch: Any, num_samples: int) -> list[int]:
+    """Return the samples of a batch, by their rows, with a value that is NaN or infinite in any tensor of the batch."""
+    found: set[int] = set()
+    for tensor in _tensors(batch):
+        if tensor.is_floating_point() and tensor.dim() and len(tensor) == num_samples:
+            is_bad = (
+                ~torch.isfinite(tensor.detach()).flatten(1).all(1)
+                if tensor.dim() > 1
+                else ~torch.isfinite(tensor.detach())
+            )
+            found.update(is_bad.nonzero().flatten().tolist())
+    return sorted(found)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    for child in (children(value) or {}).values():
+        yield from _tensors(child)

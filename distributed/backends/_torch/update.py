@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends._torch.lookback import Unread
+from distributed.backends._torch.nested import rows_not_finite
 from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.state import StepResult, UpdateBatch
 
@@ -147,10 +148,11 @@ class Update:
         self._backend.wrapper.after_non_finite()
 
     def _judge(self, update_batch: UpdateBatch, losses: list[Loss], result: StepResult, is_late: bool) -> None:
-        votes = votes_of(self._backend.world, (float(loss.value.detach()) for loss in losses))
+        values = [float(loss.value.detach()) for loss in losses]
+        votes = votes_of(self._backend.world, values)
         if not any(votes.values()) and self._precision.may_overflow():
             result.skipped = True  # make the scaler lower its scale
             return
         step = self.step - is_late
-        where = self._label + describe(step + 1, update_batch, votes)
+        where = self._label + describe(self._backend.world, step + 1, update_batch, votes, values, rows_not_finite)
         self._nan_policy.apply(step, where, result, can_be_made=not self._precision.leaves_out, is_late=is_late)

@@ -1,0 +1,179 @@
+"""`distributed why`: say in a few lines why a run failed, hangs or ended, and what was done about it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import textwrap
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from distributed.config.addresses import refuse_address
+from distributed.loggers.wording import duration, shown
+from distributed.runs.why import STANDING, Problem, Why, read_why
+
+_WIDTH = 80
+_NAME = 10  # columns of the names, with the indentation
+_MOST_LINES = 3  # of a fact
+_MOST_OF_CAUSE = 5  # an error of this package ends with what to do
+
+
+def why(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
+    as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON object")] = False,
+) -> None:
+    """Say why a run failed, hangs or ended: what failed first, on which rank, where in the script, and what was done about it.
+
+    It reads the run directory only, so the run may be going on, on any machine that sees the directory.
+    """
+    refuse_address(run, "'distributed why'")
+    found = read_why(run)
+    if as_json:
+        print(json.dumps(_as_json(found), indent=1))
+        return
+    for line in lines_of(found):
+        print(line)
+
+
+def lines_of(found: Why) -> list[str]:
+    """Return what `found` says in lines that a terminal of 80 columns shows, apart from paths that are longer."""
+    facts = {
+        "cause": _cause(found), "where": _where(found.problem), "then": _then(found), "saves": _saves(found), "seen": _seen(found),
+        "output": _output(found.problem), "try": found.fix, "continue": _continue(found), "log": _log(found),
+    }  # fmt: skip
+    lines = [shown(_head(found))]
+    for name, text in facts.items():
+        if text:
+            lines += _wrapped(name, shown(text))
+    return lines
+
+
+def _wrapped(name: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=f"  {name}".ljust(_NAME + 2), subsequent_indent=" " * (_NAME + 2), break_long_words=False,
+        break_on_hyphens=False, max_lines=_MOST_OF_CAUSE if name == "cause" else _MOST_LINES, placeholder=" ...",
+    )  # fmt: skip
+
+
+def _head(found: Why) -> str:
+    state = found.state
+    where = f" on {state.host}" if state.host and not state.is_over else ""
+    at = f" at step {state.step}" if state.step or found.verdict == "finished" else " before its first step"
+    if found.verdict == "failed" and found.problem is not None and found.problem.step:
+        at = f" in step {found.problem.step}"
+    epoch = f", epoch {state.epoch}" if state.epoch else ""
+    more = f" ({found.stop_reason})" if found.stop_reason and found.verdict == "finished" else ""
+    part = f", as {state.part_of} knows it" if state.part_of else ""
+    return f"{state.path}: {found.verdict}{where}{at}{epoch}{more}{part}"
+
+
+def _cause(found: Why) -> str:
+    problem = found.problem
+    if found.verdict == "killed":
+        return _killed(found)
+    if found.verdict == "interrupted":
+        by = f" by {found.stopped_by}" if found.stopped_by else ""
+        return (
+            f"stopped{by}, after a checkpoint"
+            if found.stopped_by
+            else f"stopped{by} by a signal, without a checkpoint at the end"
+        )
+    if found.verdict == STANDING:
+        usual = f"; its log lines usually come every {duration(found.usual_s)}" if found.usual_s else ""
+        return found.notice or f"no sign of progress for {duration(found.silent_s)}{usual}"
+    if problem is None:
+        return "" if found.verdict in ("finished", "running", "starting") else "no cause was recorded"
+    if found.verdict == "failed":
+        return problem.cause
+    return f"{_times(found.num_failures)} before, last: {problem.cause}"
+
+
+def _killed(found: Why) -> str:
+    launcher = f"the launcher ({found.launcher})" if found.launcher else "the launcher"
+    return f"{launcher} ended without a last word, and its workers with it: it was killed (SIGKILL), or the machine went down"
+
+
+def _times(count: int) -> str:
+    return f"failed {count} times" if count > 1 else "failed once"
+
+
+def _where(problem: Problem | None) -> str:
+    if problem is None:
+        return ""
+    rank = "" if problem.rank is None else f"rank {problem.rank}"
+    node = f"node {problem.node}" if problem.node else ""
+    step = "" if problem.step is None else f"step {problem.step}" if problem.step else "before step 1"
+    step = f"{step} ({problem.phase})" if step and problem.phase else step or problem.phase
+    if not step and problem.kind in ("exception", "exit") and rank:
+        step = "outside of a fit"
+    return ", ".join(each for each in (rank, node, step, _at(problem.place)) if each)
+
+
+def _at(place: str) -> str:
+    return place if not place or place.startswith("rank ") else f"at {place}"
+
+
+def _then(found: Why) -> str:
+    """Return what was done about the failures."""
+    steps = [f"step {step}" if step else "the start" for step in found.resumed_at]
+    restarted = (
+        f"restarted {'once' if found.num_restarts == 1 else f'{found.num_restarts} times'}"
+        if found.num_restarts
+        else ""
+    )
+    if steps:
+        restarted += f", from {steps[-1] if len(steps) > 3 else ', '.join(steps)}"
+    last = found.problem.then if found.problem is not None else ""
+    if last.startswith("restarting") and found.num_restarts >= found.num_failures:
+        last = ""  # it has been done
+    return "; ".join(each for each in (restarted, last) if each)
+
+
+def _saves(found: Why) -> str:
+    count = len(found.failed_saves)
+    failed = f"{count} failed, last {found.failed_saves[-1]}" if count else ""
+    later = "later ones succeeded" if count and found.has_saved_since else ""
+    damaged = f"set aside: {', '.join(found.damaged[-3:])}" if found.damaged else ""
+    return "; ".join(each for each in (failed, later, damaged) if each)
+
+
+def _seen(found: Why) -> str:
+    """Return the last sign of life of a run that has not ended, or was killed."""
+    if found.verdict not in (STANDING, "killed", "running", "starting"):
+        return ""
+    checkpoint = f", checkpoint {Path(found.state.checkpoint).name}" if found.state.checkpoint else ""
+    return f"last sign of progress {duration(found.silent_s)} ago, at step {found.state.step}{checkpoint}"
+
+
+def _output(problem: Problem | None) -> str:
+    return "" if problem is None or not problem.last_output else f"its last line: {problem.last_output}"
+
+
+def _continue(found: Why) -> str:
+    if found.verdict not in ("failed", "killed", "interrupted") or found.state.part_of:
+        return ""
+    where = Path(found.state.checkpoint).name if found.state.checkpoint else ""
+    if not where:
+        return ""
+    return f"the same command with --run-dir {found.state.path} --resume goes on from {where}"
+
+
+def _log(found: Why) -> str:
+    problem, path = found.problem, found.state.path
+    if problem is None or found.verdict == "finished":
+        return ""
+    return ", ".join(str(path / each) for each in (problem.log, problem.stacks) if each)
+
+
+def _as_json(found: Why) -> dict[str, Any]:
+    state, problem = found.state, found.problem
+    return {
+        "run": str(state.path), "status": state.status, "verdict": found.verdict, "step": state.step, "epoch": state.epoch,
+        "problem": None if problem is None else dataclasses.asdict(problem), "num_failures": found.num_failures,
+        "num_restarts": found.num_restarts, "resumed_at": list(found.resumed_at), "failed_saves": list(found.failed_saves),
+        "damaged": list(found.damaged), "stopped_by": found.stopped_by, "stop_reason": found.stop_reason, "silent_s": found.silent_s,
+        "notice": found.notice, "launcher": found.launcher, "checkpoint": state.checkpoint, "fix": found.fix, "time": time.time(),
+    }  # fmt: skip

@@ -1,0 +1,277 @@
+"""Why a run ended, or stands still: what failed first, where, and what was done about it, read from the files of its directory."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import signal
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from distributed.config.kinds import COUNT, SECONDS, check_kinds, is_number
+from distributed.config.reading import LimitError, open_regular, parse_json
+from distributed.errors import ConfigError
+from distributed.runs.directory import RunDirectory
+from distributed.runs.fixes import STANDING_STILL, fix_of
+from distributed.runs.listing import RunState, read_state_of
+from distributed.runs.recorded import read_recorded
+
+STANDING = "standing still"  # verdict on a run that goes on, but has not shown progress for long
+_FAILURES = ("worker_failed", "node_failed", "not_started")
+_ENDS = ("finished", "preempted")
+_HANG_TIMEOUT_S = 60.0  # the default of `hang_timeout`
+_SLOW = 10  # how much longer a start may take
+_USUAL = 5  # how many times as long as the median time between two log lines a run may be silent
+_LONG = 4  # lines of a cause
+_TAIL_BYTES = 64 * 1024
+_MOST_TEXT = 4000  # characters of a text of the journal
+_STACKS = "; stacks are in "  # before the directory, in the cause of a hang
+_CRASH = "Fatal Python error: "  # begins the stacks that a worker writes when a signal such as SIGSEGV ends it
+_RANK = re.compile(r"\brank (\d{1,6})\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A failure of a worker or a node, as the journal has it. Unknown facts are "" or None."""
+
+    time: float
+    cause: str  # in one line, with the number of the rank
+    rank: int | None
+    node: str  # number or name of the node
+    kind: str  # see `launching.causes.Failure`
+    step: int | None
+    phase: str
+    place: str  # file, line and function of the user's code
+    then: str  # what the launcher did
+    stacks: str  # the directory with the stacks of all ranks, relative to the run
+    log: str  # the log of the rank, relative to the run
+    last_output: str  # the last line in that log
+
+
+@dataclasses.dataclass(frozen=True)
+class Why:
+    """What became of a run.
+
+    Attributes:
+        state: the state of the run.
+        verdict: its status, or `STANDING`.
+        problem: the failure that ended the run or, if it goes on or has finished, the newest one; None without a failure.
+        num_failures: failures of this launch.
+        resumed_at: the steps at which workers went on, in order.
+        num_restarts: starts of the workers after a failure in this launch.
+        failed_saves: checkpoints that could not be saved, each with the cause.
+        has_saved_since: whether a later save succeeded.
+        damaged: checkpoints that were set aside because they are damaged.
+        stopped_by: name of the signal that stopped the run, or "".
+        stop_reason: why training ended early, or "".
+        silent_s: seconds since the last sign of progress.
+        usual_s: seconds between two log lines, or None if that is not known.
+        notice: what a launcher noticed about a run that stands still, or "".
+        launcher: the launcher that the directory names, such as "process 12 on node0", or "".
+        fix: what to try, or "".
+    """
+
+    state: RunState
+    verdict: str
+    problem: Problem | None
+    num_failures: int
+    num_restarts: int
+    resumed_at: Sequence[int]
+    failed_saves: Sequence[str]
+    has_saved_since: bool
+    damaged: Sequence[str]
+    stopped_by: str
+    stop_reason: str
+    silent_s: float
+    usual_s: float | None
+    notice: str
+    launcher: str
+    fix: str
+
+    @property
+    def step(self) -> int:
+        """The step at which the run ended or failed, or the last one that is known."""
+        return self.state.step
+
+
+def read_why(path: Path) -> Why:
+    """Return what became of the run in `path`. Raises ConfigError if that is no run, or has a file that no run can have written."""
+    state, run = read_state_of(path), RunDirectory(path)
+    try:
+        events = _this_launch(run.read_events())
+    except OSError as error:
+        raise ConfigError(f"{error.filename!r} cannot be read ({error.strerror}): check its permissions") from None
+    failures = [event for event in events if event["event"] in _FAILURES]
+    silent_s, usual_s, limit_s = _silence(run, state, events)
+    verdict = _verdict(state, events, silent_s > limit_s)
+    problem = _problem(run, failures[-1]) if failures else None
+    if problem is None and state.error and verdict == "failed":
+        problem = _of_result(state)
+    saves = [event for event in events if event["event"] in ("save_failed", "checkpoint_saved")]
+    failed = [f"{event['checkpoint']}: {_text(event.get('cause'))}" for event in saves if event["event"] == "save_failed"]
+    end: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] in _ENDS), {})
+    notice = next((_text(event.get("cause")) for event in reversed(events) if event["event"] == "stands_still"), "")
+    return Why(
+        state=state, verdict=verdict, problem=problem, num_failures=len(failures),
+        num_restarts=sum(event["event"] == "restarted" for event in events),
+        resumed_at=_resumed_at(events), failed_saves=failed, has_saved_since=bool(saves) and saves[-1]["event"] == "checkpoint_saved",
+        damaged=_damaged(run), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
+        silent_s=silent_s, usual_s=usual_s, notice=notice if verdict == STANDING else "",
+        launcher=_launcher(run), fix=_fix(problem, verdict),
+    )  # fmt: skip
+
+
+def _this_launch(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events since the run was started by a command for the last time, or since its last fit began.
+
+    A launch begins with `started` without a restart, or with the first event after an end.
+    """
+    begin, is_over = 0, False
+    for index, event in enumerate(events):
+        kind = event["event"]
+        if (kind == "started" and not event.get("restart_count")) or (is_over and kind in (*_FAILURES, *_ENDS)):
+            begin = index
+        is_over = kind in _ENDS or (kind in _FAILURES and not _goes_on(event))
+    return events[begin:]
+
+
+def _goes_on(event: Mapping[str, Any]) -> bool:
+    """Return whether the run goes on after a failure."""
+    return str(event.get("then", "")).startswith(("restarting", "going on"))
+
+
+def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bool) -> str:
+    last = next((event for event in reversed(events) if event["event"] in (*_FAILURES, *_ENDS)), None)
+    if state.status == "finished" and last is not None and last["event"] in _FAILURES and not _goes_on(last):
+        return "failed"  # the script, after a fit that had finished
+    if not state.is_over and is_silent:
+        return STANDING
+    return state.status
+
+
+def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
+    rank, place = event.get("rank"), _text(event.get("place"))
+    cause, stacks = _text(event.get("cause")), ""
+    if event.get("kind") == "error":  # all ranks may have raised it together, and its text names the rank that it is of
+        rank = int(found[1]) if (found := _RANK.search(cause)) else None
+    if event.get("kind") == "hang":
+        rank = None if cause.startswith("ranks ") else rank  # none of them could be singled out
+        before, _, where = cause.partition(_STACKS)
+        where, _, note = where.partition("; ")
+        cause = before.replace(f", it is at {place}", "") + (f"; {note}" if note else "")
+        stacks = f"logs/{Path(where).name}" if where else ""
+    log = f"logs/rank-{rank}.log" if rank is not None and (run.logs / f"rank-{rank}.log").exists() else ""
+    return Problem(
+        time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=str(event.get("node", "")), kind=_text(event.get("kind")),
+        step=event.get("in_step"), phase=_text(event.get("phase")), place=place, then=_text(event.get("then")), stacks=stacks, log=log,
+        last_output=_last_output(run.path / log) if log and event.get("kind") in ("signal", "exit") else "",
+    )  # fmt: skip
+
+
+def _short(cause: str) -> str:
+    """Return a cause in one line. A long one, such as an error of a loader process with its traceback, keeps its first and last line."""
+    lines = [line.strip() for line in cause.splitlines() if line.strip()]
+    return " ".join(lines) if len(lines) < _LONG else f"{lines[0]} ... {lines[-1]}"
+
+
+def _of_result(state: RunState) -> Problem:
+    """Return the failure that only result.json has, because another launcher started the workers."""
+    return Problem(state.changed, _short(_text(state.error)), None, "", "", None, "", "", "", "", "", "")
+
+
+def _text(value: Any) -> str:
+    return str(value)[:_MOST_TEXT] if isinstance(value, str) else ""
+
+
+def _signal_name(number: Any) -> str:
+    if not isinstance(number, int):
+        return ""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return str(number)
+
+
+def _resumed_at(events: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return the step at which the workers went on after each restart."""
+    return [event.get("step", 0) for event in events if event["event"] == "started" and event.get("restart_count")]
+
+
+def _damaged(run: RunDirectory) -> list[str]:
+    try:
+        return sorted(path.name for path in run.checkpoints.glob("damaged-step-*"))
+    except OSError:
+        return []
+
+
+def _fix(problem: Problem | None, verdict: str) -> str:
+    if verdict == STANDING:
+        return " ".join(STANDING_STILL)
+    return "" if problem is None else fix_of(problem.cause)
+
+
+def _launcher(run: RunDirectory) -> str:
+    """Return what the lock of the directory says of the launcher, whether it runs or not."""
+    for name in (".lock", ".part"):
+        with contextlib.suppress(OSError, LimitError), open_regular(run.path / name) as file:
+            return file.read(256).decode(errors="replace").strip().rpartition("\n")[2]
+    return ""
+
+
+# ------------------------------------------------------------------ signs of life
+
+
+def _silence(run: RunDirectory, state: RunState, events: Sequence[Mapping[str, Any]]) -> tuple[float, float | None, float]:
+    """Return (seconds since the last sign of progress, usual seconds between log lines, seconds from which that is long).
+
+    Clocks of several machines may differ, and a clock may be set back: a sign from the future is one of now.
+    """
+    times = _times_of_rows(run)
+    last = max([*times[-1:], *(event["time"] for event in events[-1:])], default=state.changed)
+    gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False) if later > earlier]
+    usual_s = statistics.median(gaps) if gaps else None
+    timeout_s = _hang_timeout(run) * (1 if times else _SLOW)
+    return max(0.0, time.time() - last), usual_s, max(timeout_s, _USUAL * max(gaps, default=0.0))
+
+
+def _hang_timeout(run: RunDirectory) -> float:
+    with contextlib.suppress(ConfigError):
+        value = read_recorded(run.path / "config.yaml").get("hang_timeout")
+        if is_number(value) and value and value > 0:
+            return float(value)
+    return _HANG_TIMEOUT_S
+
+
+def _times_of_rows(run: RunDirectory) -> list[float]:
+    """Return the times of the newest log lines, in order."""
+    times = []
+    for line in _tail(run.metrics):
+        with contextlib.suppress(ValueError):
+            check_kinds(row := parse_json(line), {"time": SECONDS, "step": COUNT})
+            if "time" in row:
+                times.append(float(row["time"]))
+    return times
+
+
+def _last_output(path: Path) -> str:
+    """Return the last line of a log before the stacks of a crash, without its prefix."""
+    lines = [line.decode(errors="replace").partition("] ")[2].strip() for line in _tail(path)]
+    crash = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].startswith(_CRASH)), len(lines))
+    lines = lines[:crash]
+    return next((line[:_MOST_TEXT] for line in reversed(lines) if line), "")
+
+
+def _tail(path: Path) -> list[bytes]:
+    """Return the last complete lines of a file, or nothing if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
+            file.seek(start)
+            lines = file.read(_TAIL_BYTES).splitlines()
+    except (OSError, LimitError):
+        return []
+    return lines[1:] if start else lines

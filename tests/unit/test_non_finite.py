@@ -1,0 +1,104 @@
+"""The message about a loss that is not finite names the samples of the data set, if their order is known."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from distributed.backends._torch.loading import shard
+from distributed.backends._torch.nested import rows_not_finite
+from distributed.backends.non_finite import describe, votes_of
+from distributed.backends.world import OneProcess
+from distributed.config.data import DataOptions
+from distributed.config.plan import BatchPlan
+from distributed.config.settings import DistributedConfig
+from distributed.state import DataRole, UpdateBatch, WorkerContext
+
+NAN = math.nan
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        yield from ((torch.zeros(2), torch.zeros(1)) for _ in range(16))
+
+
+class Texts:
+    """A data set with keys of its own, which a sampler yields."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, key: str) -> Any:
+        return torch.full([2], NAN) if key == "d" else torch.zeros(2)
+
+
+def world(rank: int = 0, size: int = 1) -> OneProcess:
+    return OneProcess(WorkerContext(rank, size, rank, size, 0, "cpu"))
+
+
+def updates(data: Any, plan: BatchPlan, rank: int = 0, **settings: Any) -> list[UpdateBatch]:
+    context = WorkerContext(rank, plan.data_parallel_size, rank, plan.data_parallel_size, 0, "cpu")
+    sharded = shard(
+        data, batch=plan, context=context, config=DistributedConfig(**{"shuffle": False, **settings}), options=DataOptions(), role=DataRole.TRAINING,
+        reduce=lambda sums: dict.fromkeys(sums, max(sums.values())),
+    )  # fmt: skip
+    return list(sharded.epoch(0))
+
+
+def text(update_batch: UpdateBatch, losses: list[float]) -> str:
+    here = world()
+    return describe(here, 3, update_batch, votes_of(here, losses), losses, rows_not_finite)
+
+
+def numbers(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count, dtype=torch.float32).reshape(count, 1))
+
+
+def test_only_the_micro_batch_whose_loss_is_not_finite_is_named_by_its_indices() -> None:
+    plan = BatchPlan(2, 2, 1, 4)
+    second = updates(numbers(8), plan)[1]
+    assert text(second, [0.5, NAN]) == (
+        "step 3: the loss is nan on rank 0 for samples 6, 7 of the data set (samples at positions 4 to 7 of the epoch)"
+    )
+
+
+def test_the_indices_are_those_that_were_read_at_any_rank_and_in_a_short_last_update() -> None:
+    for rank in range(2):
+        for update_batch in updates(numbers(11), BatchPlan(2, 2, 2, 8), rank, shuffle=True, seed=3):
+            assert update_batch.keys_at is not None
+            keys = update_batch.keys_at(update_batch.position, update_batch.num_samples)
+            read = [micro.batch[0].flatten().tolist()[: micro.num_samples] for micro in update_batch.micro_batches]
+            assert keys == read and sum(map(len, keys)) in (4, 2, 1)
+
+
+def test_the_sample_that_is_not_finite_itself_is_singled_out() -> None:
+    values = torch.zeros(8, 3)
+    values[5, 1] = math.inf
+    for data in (TensorDataset(values, torch.zeros(8)), DataLoader(TensorDataset(values), batch_size=4, num_workers=1)):
+        found = text(updates(data, BatchPlan(4, 1, 1, 4))[1], [NAN])
+        assert "for samples 4, 5, 6, 7 of the data set; not finite in the data: 5 (samples at" in found
+
+
+def test_keys_of_a_sampler_are_named_and_long_batches_are_cut() -> None:
+    loader = DataLoader(Texts(), batch_size=4, sampler=list("abcdefgh"))
+    assert "for samples a, b, c, d of the data set; not finite in the data: d" in text(
+        updates(loader, BatchPlan(4, 1, 1, 4), shuffle=None)[0], [NAN]
+    )
+    assert "for samples 0, 1, " in (long := text(updates(numbers(100), BatchPlan(100, 1, 1, 100))[0], [NAN]))
+    assert " 30, 31 and 68 more of the data set (samples at positions 0 to 99" in long
+
+
+def test_streams_and_gradients_have_positions_only() -> None:
+    (first, *_) = updates(Stream(), BatchPlan(4, 1, 1, 4), shuffle=None)
+    assert text(first, [NAN]) == "step 3: the loss is nan on rank 0 (samples at positions 0 to 3 of the epoch)"
+    (first, *_) = updates(numbers(8), BatchPlan(4, 1, 1, 4))
+    assert text(first, [0.5]) == "step 3: a gradient is NaN or infinite (samples at positions 0 to 3 of the epoch)"
+
+
+def test_nothing_is_computed_while_losses_are_finite() -> None:
+    """One function serves all updates of an epoch."""
+    first, second = updates(numbers(8), BatchPlan(4, 1, 1, 4))
+    assert first.keys_at is second.keys_at

@@ -1,0 +1,261 @@
+"""`distributed why` decides from the files of a run what became of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed.cli.__main__ import run as run_command
+from distributed.cli.why import lines_of
+from distributed.config.registry import REGISTRY
+from distributed.errors import ConfigError
+from distributed.launching.causes import Failure, message_of, place_of
+from distributed.launching.heartbeat import Heartbeat, Phase, phase_of
+from distributed.launching.verdicts import _facts_of
+from distributed.runs.directory import RunDirectory
+from distributed.runs.fixes import FIXES, STANDING_STILL
+from distributed.runs.why import STANDING, read_why
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
+DEAD = "process 4194300 on {host}\n"  # above the largest process id of a usual Linux
+KILLED = {
+    "rank": 1, "cause": "rank 1 was killed by signal 9 (SIGKILL)", "kind": "signal", "in_step": 41, "phase": "training",
+    "then": "restarting (1 of 3)",
+}  # fmt: skip
+
+
+def made(
+    path: Path, *events: tuple[str, dict[str, Any]], status: str = "failed", ago: float = 0.0, **result: Any
+) -> Path:
+    """Write a run with these events, the last of them `ago` seconds ago, and return its directory."""
+    path.mkdir(parents=True, exist_ok=True)
+    now = time.time() - ago
+    lines = [
+        {"time": now - len(events) + place, "event": name, **detail} for place, (name, detail) in enumerate(events, 1)
+    ]
+    (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path / "result.json").write_text(
+        json.dumps({"status": status, "steps": 40, "epochs": 1, "world_size": 2, **result})
+    )
+    return path
+
+
+def started(count: int = 0, step: int = 0) -> tuple[str, dict[str, Any]]:
+    return "started", {"restart_count": count, "step": step}
+
+
+def said(path: Path) -> str:
+    lines = lines_of(read_why(path))
+    assert all(len(line) <= 80 or " " not in line.strip() for line in lines[1:]), lines
+    return " ".join(" ".join(lines).split())
+
+
+def test_a_run_that_failed_for_good_names_the_last_failure_and_what_was_done_before(tmp_path: Path) -> None:
+    over = {**KILLED, "then": "no restart is left (max_restarts=1)"}
+    run = made(
+        tmp_path / "run", started(), ("worker_failed", KILLED), ("restarted", {}), started(1, 30), ("worker_failed", over),
+        checkpoint="checkpoints/step-00000030",
+    )  # fmt: skip
+    text = said(run)
+    assert (
+        ": failed in step 41, epoch 1 cause rank 1 was killed by signal 9 (SIGKILL) where rank 1, step 41 (training)"
+        in text
+    )
+    assert "then restarted once, from step 30; no restart is left (max_restarts=1) try Most often" in text
+    assert text.endswith(f"continue the same command with --run-dir {run} --resume goes on from step-00000030")
+
+
+def test_failures_of_an_earlier_launch_are_not_those_of_this_one(tmp_path: Path) -> None:
+    over = {**KILLED, "then": "max_restarts=0"}
+    run = made(
+        tmp_path / "run",
+        started(),
+        ("worker_failed", over),
+        started(0, 30),
+        ("finished", {"epoch": 1}),
+        status="finished",
+    )
+    assert said(run) == f"{run}: finished at step 40, epoch 1"
+    other = {"rank": 0, "cause": "rank 0 failed with ImportError: no", "kind": "exception"}
+    run = made(
+        tmp_path / "again", started(), ("worker_failed", over), ("worker_failed", other)
+    )  # before its first step
+    assert "rank 0 failed with ImportError" in said(run) and read_why(run).num_failures == 1
+
+
+def test_a_script_that_fails_after_a_fit_that_finished_has_failed(tmp_path: Path) -> None:
+    failed = {
+        "rank": 0,
+        "cause": "rank 0 failed with KeyError: 'x'",
+        "kind": "exception",
+        "place": "train.py, line 9, in <module>",
+    }
+    run = made(tmp_path / "run", started(), ("finished", {}), ("worker_failed", failed), status="finished")
+    assert ": failed at step 40" in said(run) and "rank 0, outside of a fit, at train.py, line 9, in <module>" in said(
+        run
+    )
+
+
+def test_a_run_that_shows_no_progress_is_told_from_one_that_is_slow(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", started(), status="running", ago=400)
+    directory = RunDirectory(run)
+    directory.lock()
+    try:
+        rows = [{"time": time.time() - 400 + 2 * step - 80, "step": step, "epoch": 0} for step in range(41)]
+        directory.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert read_why(run).verdict == STANDING
+        text = said(run)
+        assert (
+            "standing still at step 40" in text
+            and "no sign of progress for 6 min 40 s; its log lines usually come every 2 s" in text
+        )
+        assert "py-spy dump --pid PID" in text and "last sign of progress 6 min 40 s ago, at step 40" in text
+        (run / "config.yaml").write_text("hang_timeout: 900\n")
+        assert read_why(run).verdict == "running"
+        (run / "config.yaml").unlink()
+        directory.event(
+            "stands_still",
+            cause="ranks 2, 3 on node 1 (b) stand still in step 40, perhaps because of a rank on another node",
+        )
+        directory.metrics.write_text("")
+        assert read_why(run).verdict == "running"  # a sign of life
+    finally:
+        directory.unlock()
+
+
+def test_a_clock_that_was_set_back_makes_nobody_stand_still(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", started(), status="running", ago=-86400)  # the events are of tomorrow
+    directory = RunDirectory(run)
+    directory.lock()
+    try:
+        assert read_why(run).verdict == "running" and "last sign of progress 0 s ago" in said(run)
+    finally:
+        directory.unlock()
+
+
+def test_a_launcher_that_ended_without_a_last_word_is_named(tmp_path: Path) -> None:
+    import socket
+
+    run = made(
+        tmp_path / "run", started(), ("checkpoint_saved", {"step": 40, "checkpoint": "step-00000040"}), status="running"
+    )
+    (run / ".lock").write_text(DEAD.format(host=socket.gethostname()))
+    text = said(run)
+    assert (
+        ": killed at step 40" in text
+        and "the launcher (process 4194300 on " in text
+        and "it was killed (SIGKILL)" in text
+    )
+
+
+def test_failed_saves_and_damaged_checkpoints_are_named(tmp_path: Path) -> None:
+    lost = ("save_failed", {"step": 4, "checkpoint": "step-00000004", "cause": "No space left on device"})
+    run = made(tmp_path / "run", started(), lost, ("finished", {}), status="finished")
+    (run / "checkpoints" / "damaged-step-00000002").mkdir(parents=True)
+    assert "saves 1 failed, last step-00000004: No space left on device; set aside: damaged-step-00000002" in said(run)
+
+
+def test_a_node_is_named_and_so_is_the_end_by_a_signal(tmp_path: Path) -> None:
+    run = made(
+        tmp_path / "run", started(), ("node_failed", {"cause": "node 1 (b) has been lost: no sign of it for 30 s"})
+    )
+    assert "cause node 1 (b) has been lost" in said(run)
+    run = made(tmp_path / "run", started(), ("worker_failed", {**KILLED, "node": 1, "then": "max_restarts=0"}))
+    assert "where rank 1, node 1, step 41 (training)" in said(run)
+    run = made(tmp_path / "run", started(), ("preempted", {"step": 40, "signal": 15}), status="interrupted")
+    assert "interrupted at step 40, epoch 1 cause stopped by SIGTERM, after a checkpoint" in said(run)
+
+
+def test_a_run_of_another_launcher_or_of_an_older_version_has_its_error(tmp_path: Path) -> None:
+    run = made(tmp_path / "foreign", started(), error="ValueError: boom")
+    assert said(run) == f"{run}: failed at step 40, epoch 1 cause ValueError: boom"
+    old = {"rank": 0, "cause": "rank 0 exited with code 3"}
+    assert "rank 0 exited with code 3" in said(made(tmp_path / "old", started(), ("worker_failed", old)))
+
+
+def test_an_error_that_all_ranks_raised_is_of_the_rank_that_it_names(tmp_path: Path) -> None:
+    nan = {
+        "rank": 0,
+        "cause": "step 5: the loss is nan on rank 3 (samples at positions 32 to 39 of the epoch)",
+        "kind": "error",
+    }
+    assert read_why(made(tmp_path / "run", started(), ("worker_failed", nan))).problem.rank == 3  # type: ignore[union-attr]
+    saves = {"rank": 1, "cause": "3 failed saves in a row: free disk space", "kind": "error"}
+    assert read_why(made(tmp_path / "run", started(), ("worker_failed", saves))).problem.rank is None  # type: ignore[union-attr]
+
+
+def test_json_has_the_same_and_no_run_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = made(tmp_path / "run", started(), ("worker_failed", {**KILLED, "then": "max_restarts=0"}))
+    assert run_command(["why", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["problem"]["rank"], found["problem"]["step"], found["problem"]["phase"]) == (
+        "failed",
+        1,
+        41,
+        "training",
+    )
+    with pytest.raises(
+        ConfigError, match=r"is not a run directory: name a run, 'distributed runs' lists those in ./runs"
+    ):
+        run_command(["why", str(tmp_path)])
+    with pytest.raises(ConfigError, match=r"'distributed why' works on directories of this machine"):
+        run_command(["why", "s3://bucket/run"])
+
+
+def test_every_fix_is_a_sentence_of_the_page() -> None:
+    page = " ".join(re.sub(r"`|\[|\]\([^)]*\)", "", PAGE.read_text()).split()).lower()
+    hints = [hint for name in ("single",) for part, hint in REGISTRY[name].hints.items() if part in PAGE.read_text()]
+    sentences = [*(each for fix in FIXES.values() for each in fix), *STANDING_STILL]
+    sentences += [each for hint in hints for each in re.split(r"(?<=\.) (?=[A-Z])", hint)]
+    assert len(sentences) > 10 and [each for each in sentences if each.rstrip(".").lower() not in page] == []
+
+
+# ------------------------------------------------------------------ what the journal gets to know
+
+
+def test_an_error_keeps_the_phase_in_which_it_left_the_fit() -> None:
+    heartbeat, error = Heartbeat(), ValueError("no")
+    assert phase_of(error) is Phase.SCRIPT
+
+    def train() -> None:
+        with heartbeat.fit():
+            heartbeat.mark(Phase.DATA, 3)
+            raise error
+
+    with pytest.raises(ValueError, match="no"):
+        train()
+    assert phase_of(error) is Phase.DATA and heartbeat.progress.phase is Phase.SCRIPT
+    facts = _facts_of(
+        Failure(1, "exit", 1.0, reached=(1, 3), phase=phase_of(error).in_fit, place="train.py, line 3, in f")
+    )
+    assert facts == {"kind": "exit", "in_step": 3, "phase": "reading data", "place": "train.py, line 3, in f"}
+    assert _facts_of(Failure(1, "exit", 1.0, phase=Phase.SCRIPT.in_fit)) == {"kind": "exit"}
+
+
+def test_the_place_of_an_error_is_in_the_users_code() -> None:
+    def fail(error: Exception) -> Exception:
+        try:
+            raise error
+        except type(error) as caught:
+            return caught
+
+    inner = fail(MemoryError())
+    outer = ConfigError("too large")
+    outer.__cause__ = inner
+    assert place_of(inner).endswith(", in fail") and place_of(outer) == place_of(inner)
+    frames = f'  File "{re.__file__}", line 3, in x\n  File "/a/t.py", line 12, in __getitem__\n'
+    of_loader = f"Caught ValueError in DataLoader worker process 0.\nOriginal\n{frames}"
+    assert place_of(fail(ValueError(of_loader))) == "/a/t.py, line 12, in __getitem__"
+    assert place_of(SyntaxError("bad", ("/a/t.py", 4, 1, "x"))) == "/a/t.py, line 4"
+    assert place_of(ValueError("never raised")) == ""
+
+    class Broken(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError
+
+    assert place_of(fail(Broken())).endswith(", in fail") and isinstance(message_of(Broken()), str)
