@@ -160,7 +160,8 @@ class TrainerFiles:
             directory or run.checkpoints, self._backend, keep_latest_k=config.keep_latest_k, keep_best=config.keep_best,
             monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context, on_event=self._on_event,
             objects=objects, on_upload=lambda upload: run.event("checkpoint_uploaded", **dataclasses.asdict(upload)),
-            copy_run=remote.push if remote is not None else lambda: None, is_restart=self._restart_count > 0,
+            copy_run=remote.push if remote is not None else lambda: None, max_failed_saves=config.max_failed_saves,
+            is_restart=self._restart_count > 0,
         )  # fmt: skip
         # The trainer keeps the lock, even after a fit that failed, so it takes the lock only once.
         if not self._is_store_open:

@@ -50,6 +50,7 @@ class Run:
     callbacks: Sequence[Callback]
     write_checkpoint: Callable[[], bool]  # a collective; returns False if the checkpoint could not be written to disk
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch) of the last checkpoint
+    is_checkpoint_lost: Callable[[], bool] = lambda: False  # a collective; whether somebody deleted the last checkpoint
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
     has_training_step: bool = False  # a training_step may report further metrics after the first update
     uncertain: Sequence[str] = ()  # monitors that the first update has to report
@@ -137,6 +138,8 @@ def end(run: Run) -> None:
     _log(run, is_end=True)
     if not was_interrupted(state) and _lacks_row(run):
         _keep_last_row(run)
+    if run.last_saved == (state.step, state.epoch) and run.is_checkpoint_lost():
+        run.last_saved = (-1, -1)
     if run.last_saved != (state.step, state.epoch):
         save(run)
     if run.last_saved != (state.step, state.epoch):

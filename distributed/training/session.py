@@ -235,7 +235,7 @@ class FitSession:
         run = loop.Run(
             self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
             metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
-            is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"),
+            is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"), is_checkpoint_lost=fit.store.is_lost,
         )  # fmt: skip
         self.backend.configure(before_update=before_update(fit.callbacks, state))
         earlier = self.files.on_main(lambda: media_at(fit.run.media, state.step))
