@@ -226,7 +226,8 @@ class ForkAgent(SimpleElasticAgent):
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.DONE:
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
-        self._is_restart = verdict is Verdict.RESTART
+        self._is_restart = verdict is Verdict.RESTART and not self.verdicts.is_free
+        self._remaining_restarts += verdict is Verdict.RESTART and self.verdicts.is_free  # torch counts every restart
         if verdict is Verdict.OVER:
             if self._is_round_wanted_elsewhere():
                 return RunResult(WorkerState.HEALTHY)

@@ -217,8 +217,14 @@ class Rounds:
             return
         self._failures[rank] = failure
         self._say("warning", str(failure["cause"]))
+        more = {name: int(failure[name]) for name in ("micro_batch", "fit") if name in failure}
         self._record(
-            "worker_failed", float(failure["time"]), rank=int(failure["rank"]), node=rank, cause=str(failure["cause"])
+            "worker_failed",
+            float(failure["time"]),
+            rank=int(failure["rank"]),
+            node=rank,
+            cause=str(failure["cause"]),
+            **more,
         )
 
     def _may_begin_without(self, missing: Sequence[int]) -> bool:

@@ -96,6 +96,8 @@ class Verdicts:
         # When the first worker ended so that another number of them can start.
         self._regrouping_since: float | None = None
         self._repeats = Repeats()
+        self._micro_batches: dict[int, int] = {}  # the newest limit of `auto_micro_batch` by the number of the fit
+        self.is_free = False  # whether the restart on which `judge` decided last does not count for `max_restarts`
         # Looks for a worker that hangs, when all failures are lost connections. May return None.
         self.find_hang: Callable[[], Failure | None] = lambda: None
 
@@ -192,7 +194,7 @@ class Verdicts:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
-                    message["exit_code"], node=rank.node, reached=_reached_in(message),
+                    message["exit_code"], node=rank.node, reached=_reached_in(message), micro_batch=message.get("micro_batch", 0),
                 )  # fmt: skip
 
     def blame(self, failure: Failure) -> None:
@@ -286,6 +288,10 @@ class Verdicts:
 
         `lost` is the number of workers that a run with a changing number goes on without.
         """
+        before = self._micro_batches.get(cause.reached[0], cause.micro_batch + 1)
+        self.is_free = 0 < cause.micro_batch < before and not self.stop_signal
+        if self.is_free:
+            return self._restart_with_less(cause)
         if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
         left = self._count.shrink(lost) if self._may_shrink(cause) and self._count is not None else 0
@@ -309,6 +315,20 @@ class Verdicts:
         text = f"{in_words(cause)}: restarting"
         if not (cause.is_consequence and self._request.num_nodes > 1):  # this one is not counted if a node was lost
             text += f" ({attempt} of {self._request.max_restarts})"
+        self._display.handle({"kind": "warning", "text": text})
+        return Verdict.RESTART
+
+    def _restart_with_less(self, cause: Failure) -> Verdict:
+        """Record that a rank ran out of memory, so that the next attempt takes smaller micro-batches, and restart."""
+        self._micro_batches[cause.reached[0]] = cause.micro_batch
+        detail: dict[str, Any] = {} if self.node is None else {"node": self.node}
+        self.failure = {
+            "time": time.time(), "rank": cause.rank, "cause": in_words(cause), "micro_batch": cause.micro_batch, "fit": cause.reached[0],
+            **detail,
+        }  # fmt: skip
+        self._run.event("worker_failed", **self.failure)
+        samples = f"{cause.micro_batch} sample{'s' * (cause.micro_batch > 1)}"
+        text = f"{in_words(cause)}: restarting with micro-batches of at most {samples} (auto_micro_batch)"
         self._display.handle({"kind": "warning", "text": text})
         return Verdict.RESTART
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from distributed.config.merging import Overrides
 from distributed.config.registry import hint_of
-from distributed.errors import DistributedError, TrainingInterrupted
+from distributed.errors import DistributedError, TrainingError, TrainingInterrupted
 from distributed.launching.causes import full_traceback, short_traceback
 from distributed.launching.engines import has_joined, seed_generators, use_store
 from distributed.launching.environments.base import WorkerEnvironment
@@ -177,6 +177,7 @@ def _failed(error: BaseException, on_event: OnEvent) -> int:
         "kind": "error", "type": type(error).__name__, "message": _text(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
         "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
+        "micro_batch": error.micro_batch if isinstance(error, TrainingError) else 0,
         "reached": [(at := heartbeat().progress).fit, at.step],
     })  # fmt: skip
     return code

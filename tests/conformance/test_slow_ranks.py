@@ -56,7 +56,7 @@ def test_ranks_that_are_equally_slow_or_slow_for_ten_updates_only_are_not_named(
 
 @FULL
 def test_a_slow_loader_is_named_if_the_engine_does_not_measure_the_waiting(named):
-    (line,) = named("loader", flags=("--backend", "fsdp"))
+    (line,) = named("very-slow-loader", flags=("--backend", "fsdp"))
     assert line.startswith("warning: rank 1 slows the others down: in ")
 
 

@@ -62,21 +62,22 @@ OFF = {
     "profile_warmup", "profile_active", "tensorboard_histograms", "warmup_start", "elastic_interval_s", "min_nproc_per_node",
 }  # fmt: skip
 LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception", "hang_timeout"}
+RESTARTED = {"auto_micro_batch"}  # works wherever our launcher starts the workers, whenever the setting becomes known
 # Workers of one node meet in a file: nothing looks for them at an address, and no port is opened.
 ONE_NODE = {"master_addr", "master_port", "node_rank", "node_timeout", "min_nodes"}
 ONE_PROCESS = {"communication_backend", "start_timeout"} | ONE_NODE
 # (who started the processes, how many nodes, how many processes of each) -> what has no effect there
 PLACES = {
-    ("nobody", 1, 1): OFF | LAUNCHERS_OWN | ONE_PROCESS | {"timeout_s"},
+    ("nobody", 1, 1): OFF | LAUNCHERS_OWN | RESTARTED | ONE_PROCESS | {"timeout_s"},
     ("ours", 1, 1): OFF | ONE_PROCESS,
     ("ours, before the script", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | {"timeout_s"},
-    ("another", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | {"timeout_s"},
+    ("another", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | RESTARTED | {"timeout_s"},
     ("ours", 1, 2): OFF | ONE_NODE,
     ("ours, before the script", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
-    ("another", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
+    ("another", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN | RESTARTED,
     ("ours", 2, 2): OFF,
     ("ours, before the script", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
-    ("another", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
+    ("another", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN | RESTARTED,
 }
 # Where a backend differs: (backend, setting, who started the processes or None for anybody) -> whether it has an effect
 DIFFERENT = {
