@@ -76,6 +76,13 @@ def _has_tensorboard(where: Situation) -> bool:
     return is_on(where.backend.merged)
 
 
+def _of_restarts(where: Situation) -> str:
+    if where.request is not None:
+        return ""
+    return "another launcher started the processes" if where.is_worker else "fit trains in this process"
+
+
+RESTARTED = Need("workers that `train` or `fit` starts", lambda where, name: _of_restarts(where))
 OUR_LAUNCHER = of_launcher("workers that `train` or `fit` starts", getattr)
 OF_CLUSTER = of_launcher("a cluster that is joined", lambda request, name: request.launcher_options.get(name))
 SEVERAL_PROCESSES = Need("several processes", _unless("one process", lambda where: where.backend.plan.world_size > 1))
@@ -192,6 +199,8 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "checkpoint_every_n_steps": (),
     "checkpoint_every_s": (),
     "checkpoint_trainable_only": (),
+    "max_failed_saves": (),
+    "auto_micro_batch": (RESTARTED,),
     "keep_latest_k": (),
     "keep_best": (),
     "log_every_n_steps": (),

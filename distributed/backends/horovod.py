@@ -126,7 +126,7 @@ class HorovodWrapper(Wrapper):
             began = time.perf_counter()
             with self._labelled():
                 self._buckets.finish()
-            self._backend.observer.waits.append(time.perf_counter() - began)
+            self._backend.observer.add_wait(time.perf_counter() - began)
 
     def _labelled(self) -> contextlib.AbstractContextManager[Any]:
         """Return a block that a profile shows as communication, because the profiler does not see Horovod's own
@@ -151,11 +151,22 @@ class HorovodObserver(TorchObserver):
 
     def __init__(self, backend: HorovodBackend) -> None:
         super().__init__(backend)
-        self.waits: list[float] = []  # seconds of waiting in each update since the last log line
+        # Seconds of waiting in each update, since the last log line and since `newly_waited_s`.
+        self._waits: list[float] = []
+        self._new_waits: list[float] = []
+
+    def add_wait(self, seconds: float) -> None:
+        """Record how long an update has waited."""
+        self._waits.append(seconds)
+        self._new_waits.append(seconds)
 
     def waited_s(self) -> float | None:
-        waits, self.waits = self.waits, []
+        waits, self._waits = self._waits, []
         return sum(waits) / max(len(waits), 1)
+
+    def newly_waited_s(self) -> float | None:
+        waits, self._new_waits = self._new_waits, []
+        return sum(waits) / len(waits) if waits else None
 
     def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
         from distributed.backends._horovod.world import load

@@ -30,12 +30,26 @@ def memory_line(error: BaseException) -> str:
 
 
 def out_of_memory(
-    error: BaseException, rank: int, step: int, batch_size: int, config: Any, *, is_cut: bool = False
+    error: BaseException,
+    rank: int,
+    step: int,
+    batch_size: int,
+    config: Any,
+    *,
+    is_cut: bool = False,
+    may_halve: bool = False,
 ) -> TrainingError:
     """Return the error for too little memory on `rank` in update `step`. It names only settings that are not in use yet.
 
-    `is_cut` says whether the model is sharded over the processes already.
+    `is_cut` says whether the model is sharded over the processes already, and `may_halve` whether the launcher restarts the run with
+    smaller micro-batches.
     """
+    line, has_more, _ = memory_line(error).partition(" is free.")  # torch's message continues with details
+    what = f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{has_more and ' is free'}"
+    if may_halve and batch_size > 1:
+        smaller = TrainingError(what)
+        smaller.micro_batch = -(-batch_size // 2)
+        return smaller
     advice = (
         [f"lower batch_size={batch_size} (with global_batch_size set, the results stay the same)"]
         if batch_size > 1
@@ -48,9 +62,5 @@ def out_of_memory(
     if not is_cut:
         cutting = next(entry.name for entry in REGISTRY.values() if entry.cuts_model)
         advice.append(f"shard the model across several processes with backend={cutting}")
-    line, has_more, _ = memory_line(error).partition(" is free.")  # torch's message continues with details
     ways = f" To need less: {', or '.join(advice)}." if advice else ""
-    return TrainingError(
-        f"rank {rank} is out of memory in step {step}: {line.rstrip('.')}{has_more and ' is free'}.{ways}"
-        " Trainer.find_batch_size() looks for the largest batch that fits"
-    )
+    return TrainingError(f"{what}.{ways} Trainer.find_batch_size() looks for the largest batch that fits")

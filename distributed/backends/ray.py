@@ -76,6 +76,7 @@ _REFUSES: Refusals = {
     **PROCESS_GROUPS,
     "node_rank": _RAY_PLACES,
     "min_nodes": _RAY_PLACES,
+    "auto_micro_batch": "Ray counts every restart: set a smaller batch_size, or use backend 'pytorch-ddp' or 'fsdp'",
     "master_addr": "Ray chooses where rank 0 runs: drop it",
     "num_nodes": (
         If(

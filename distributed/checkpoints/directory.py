@@ -39,10 +39,14 @@ class CheckpointDirectory:
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
         self.path, self._warn = path, warn
         self._is_tidy = False
+        self._newest = ""  # name of the checkpoint that was saved or found last
 
     def begin(self, target: Path) -> None:
         """Create an empty stage for `target`."""
         self._tidy()
+        if lost := self.lost():
+            self._newest = ""
+            self._warn(f"{lost} was deleted while the run uses it: {target.name} is saved in full in {self.path}")
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
             sync(self.path.parent)
@@ -50,6 +54,12 @@ class CheckpointDirectory:
         if stage.exists():
             shutil.rmtree(stage)
         stage.mkdir()
+
+    def lost(self) -> str:
+        """Return the path that somebody has deleted: the directory, or the newest checkpoint. Return "" if both are there."""
+        if not self._newest or (self.path / self._newest).exists():
+            return ""
+        return str(self.path / self._newest if self.path.is_dir() else self.path)
 
     def next_sequence(self) -> int:
         """Return the sequence number of the next save."""
@@ -72,6 +82,7 @@ class CheckpointDirectory:
             if old.exists():
                 old.rename(target)
             raise
+        self._newest = target.name
         sync(self.path)
         if old.exists():
             _discard(old)
@@ -104,6 +115,7 @@ class CheckpointDirectory:
         for info in reversed(list_checkpoints(self.path)):
             try:
                 verify(info.path)
+                self._newest = info.path.name
                 return info.path.name
             except NewerFormatError:
                 raise

@@ -42,7 +42,6 @@ from distributed.state import OnEvent, TrainState, WorkerContext
 __all__ = ["CheckpointStore", "read_state"]
 
 _OPENED = ".opened"  # directory beside the checkpoints for one that was downloaded to start from
-MAX_MISSES = 3  # number of failed saves in a row after which training stops
 
 
 class Stored(Protocol):
@@ -82,6 +81,7 @@ class CheckpointStore:
         objects: object storage to which the checkpoints are copied, or None.
         on_upload: called on the main process, from a thread, when a checkpoint has arrived there.
         copy_run: called likewise before a checkpoint becomes visible there, and when none is left to upload. It may raise OSError.
+        max_failed_saves: the number of failed saves in a row after which `save` raises.
         is_restart: whether an earlier attempt of the same launch has used these checkpoints. `find` then uses the newest one of
             this machine if the storage cannot be read.
     """
@@ -100,6 +100,7 @@ class CheckpointStore:
         objects: Objects | None = None,
         on_upload: Callable[[Upload], None] = lambda upload: None,
         copy_run: Callable[[], None] = lambda: None,
+        max_failed_saves: int = 3,
         is_restart: bool = False,
     ) -> None:
         self.directory, self.backend, self.context, self.on_event = directory, backend, context, on_event
@@ -114,7 +115,7 @@ class CheckpointStore:
                 objects, self._files, keep_latest_k=keep_latest_k, keep_best=keep_best, warn=self._warn,
                 on_upload=on_upload, copy_run=copy_run,
             )  # fmt: skip
-        self._is_restart = is_restart
+        self._max_failed_saves, self._is_restart = max_failed_saves, is_restart
         self._misses = 0
         self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
 
@@ -131,7 +132,7 @@ class CheckpointStore:
             training may continue.
 
         Raises:
-            TrainingError: on all ranks, if the state cannot be stored or three saves in a row failed.
+            TrainingError: on all ranks, if the state cannot be stored or `max_failed_saves` saves in a row failed.
         """
         target = self.directory / step_name(state.step)
         try:
@@ -145,6 +146,10 @@ class CheckpointStore:
             self._copies.clear(stage_of(target))
         self._misses = 0
         return target
+
+    def is_lost(self) -> bool:
+        """Return whether the newest checkpoint of this run was deleted. Every rank must call it."""
+        return self._agreement.on_main(lambda: bool(self._files.lost()))
 
     def is_shared(self) -> bool:
         """Return whether all ranks see the directory of the main process. Every rank must call it."""
@@ -317,21 +322,24 @@ class CheckpointStore:
         )
 
     def _missed(self, target: Path, error: OSError) -> None:
-        """Report a save that failed because of the disk. Raises TrainingError after `MAX_MISSES` failed saves in a
-        row."""
+        """Report a save that failed because of the disk. Raises TrainingError after `max_failed_saves` failed
+        saves in a row."""
         self._misses += 1
         message = f"checkpoint {target} could not be saved: {error.strerror or error}"
         if self.context.is_main_process:
             needed, free = self._files.bytes_needed(target), self._files.bytes_free()
             message += f" (needs at least {size_text(needed)}, {size_text(free)} free)"
-            text = f"{message}; training continues after failed save {self._misses} of {MAX_MISSES} in a row"
+            text = (
+                f"{message}; training continues after failed save {self._misses} of {self._max_failed_saves} in a row"
+            )
             self.on_event({
                 "kind": "warning", "message": text, "path": str(target), "cause": error.strerror or str(error),
                 "bytes_needed": needed, "bytes_free": free,
             })  # fmt: skip
-        if self._misses >= MAX_MISSES:
+        if self._misses >= self._max_failed_saves:
             raise TrainingError(
-                f"{message}; {self._misses} failed saves in a row: free disk space and run again with --resume"
+                f"{message}; {self._misses} failed saves in a row (max_failed_saves): see that {self.directory} can be written,"
+                " and run again with --resume"
             )
 
     def _load(self, path: Path) -> TrainState:

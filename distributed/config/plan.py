@@ -67,7 +67,8 @@ class BatchPlan:
     gradient_accumulation_steps: int
     data_parallel_size: int
     global_batch_size: int
-    # The `batch_size` with all processes of a run that now has fewer, by which `lr_scaling` scales the rates; 0 with all processes.
+    # The `batch_size` that the settings ask for, by which `lr_scaling` scales the rates, if this plan has a smaller one because the run
+    # has fewer processes or ran out of memory; else 0.
     full_batch_size: int = 0
     max_samples: int = 0  # the first samples of a validation set that a validation reads; 0: all
     max_batches: int = 0  # the same for the items of a batch sampler, each of which is a global batch
@@ -82,6 +83,21 @@ class BatchPlan:
         steps = -(-self.global_batch_size // (self.batch_size * data_parallel_size))
         batch_size = -(-self.global_batch_size // (steps * data_parallel_size))
         return BatchPlan(batch_size, steps, data_parallel_size, self.global_batch_size, self.batch_size)
+
+    def halved(self) -> BatchPlan:
+        """Return the plan of the same global batch with twice as many micro-batches."""
+        steps = 2 * self.gradient_accumulation_steps
+        batch_size = -(-self.global_batch_size // (steps * self.data_parallel_size))
+        full = self.full_batch_size or self.batch_size
+        return dataclasses.replace(self, batch_size=batch_size, gradient_accumulation_steps=steps, full_batch_size=full)
+
+    def halved_already(self, times: int) -> BatchPlan:
+        """Return this plan, which has been halved `times` times, with its batch size before that as `full_batch_size`."""
+        if not times or self.full_batch_size:
+            return self
+        steps = max(1, self.gradient_accumulation_steps >> times)
+        full = -(-self.global_batch_size // (steps * self.data_parallel_size))
+        return dataclasses.replace(self, full_batch_size=full)
 
     def __str__(self) -> str:
         product = self.batch_size * self.gradient_accumulation_steps * self.data_parallel_size

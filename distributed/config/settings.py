@@ -98,6 +98,8 @@ class DistributedConfig:
     hang_timeout: float | None = setting(60.0, "seconds that a rank may stand still in an update before the run restarts, 10 times as long in a save and the like (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, group=FAULTS)
     elastic_interval_s: float = setting(300.0, "seconds until lost processes are replaced, and at most until a new node takes part, if the number may change", above=0, maximum=_LONGEST_S, group=FAULTS)
     restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", group=FAULTS)
+    max_failed_saves: int = setting(3, "number of failed saves in a row that ends the run", minimum=1, group=FAULTS)
+    auto_micro_batch: bool = setting(False, "if a rank runs out of memory in an update, restart with half the micro-batch and twice the accumulation", group=FAULTS)
     nan_policy: str = setting("stop", "what a NaN or infinite loss or gradient does: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
 
     seed: int = setting(0, "seed of sample order, augmentation, dropout and initial weights", minimum=0, maximum=2**64 - 1, group=TRAINING)

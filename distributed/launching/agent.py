@@ -37,6 +37,7 @@ from distributed.launching.nodes import Node, interface_environ, names_of, numbe
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
+from distributed.launching.slow_check import SlowCheck
 from distributed.launching.stacks import line_in_script
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
@@ -68,6 +69,7 @@ class ForkAgent(SimpleElasticAgent):
         self._hangs = HangCheck(
             request, run, display, board, self._node_name(), lambda: self._signal_workers(STACKS_SIGNAL)
         )  # fmt: skip
+        self._slow = SlowCheck(run, display, board, self._node_name())
         self.verdicts.find_hang = lambda: self._hangs.find_late(self.verdicts.watched)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
@@ -154,6 +156,7 @@ class ForkAgent(SimpleElasticAgent):
         self._board.clear()
         self._rank_of = ranks
         self._hangs.begin()
+        self._slow.begin()
         for worker in worker_group.workers:
             self._start_worker(worker, worker_group, attempt)
         return {worker.local_rank: worker.local_rank for worker in worker_group.workers}
@@ -222,13 +225,15 @@ class ForkAgent(SimpleElasticAgent):
             self._let_new_ones_take_part()
             if (hang := self._hangs.find(self.verdicts.watched)) is not None:
                 self.verdicts.blame(hang)
+            self._slow.look(self.verdicts.watched)
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.REGROUP:
             self._rendezvous_of_nodes.is_round_wanted = True
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.DONE:
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
-        self._is_restart = verdict is Verdict.RESTART
+        self._is_restart = verdict is Verdict.RESTART and not self.verdicts.is_free
+        self._remaining_restarts += verdict is Verdict.RESTART and self.verdicts.is_free  # torch counts every restart
         if verdict is Verdict.OVER:
             if self._is_round_wanted_elsewhere():
                 return RunResult(WorkerState.HEALTHY)

@@ -36,6 +36,7 @@ class Failure:
     signum: int = 0
     node: str = ""  # name of the rank's machine, if the launcher started workers on several
     reached: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
+    micro_batch: int = 0  # see TrainingError
     note: str = ""  # why the run is not restarted, although it may be after such a failure
     phase: str = ""  # what the rank did in its fit, in the words of `heartbeat.Phase`; "" outside of a fit
     place: str = ""  # file, line and function of the user's code, or "" if that is not known

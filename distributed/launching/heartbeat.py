@@ -1,4 +1,4 @@
-"""Memory that a worker shares with its launcher, in which the worker says where it is in training.
+"""Memory that a worker shares with its launcher, in which the worker says where it is in training and where its time goes.
 
 A worker only writes a few integers: no system call, no lock, no collective. The launcher reads them while the worker runs, and also
 after its end. Imports no framework.
@@ -15,6 +15,7 @@ import os
 import signal
 import struct
 import tempfile
+import time
 from collections.abc import Iterator
 
 
@@ -48,7 +49,9 @@ _WORDS = {
 
 # The integers of a worker. The first one counts all changes: ranks that do the same have the same count.
 _BEATS, _STEP, _PHASE, _IS_SLOW, _FIT, _FIRST, _COMPILES, _TIMEOUT_MS, _PID = range(9)
-SLOT_BYTES = 9 * 8
+_UPDATES, _DATA_NS, _TRAINING_NS, _WAITED_NS, _MEASURED = range(9, 14)  # sums over the updates of all fits, see `Spent`
+SLOT_BYTES = 14 * 8
+_SUMS = {Phase.DATA: _DATA_NS, Phase.TRAINING: _TRAINING_NS}  # the integer that counts the time of a phase
 _CHANGE = struct.Struct("4q")  # the first four
 _MOST_BEATS = 1 << 40  # in a fit
 _NUM_FRESH = 2  # updates of a fit that may take longer than later ones: buffers are made, processes of loaders start
@@ -85,16 +88,39 @@ class Progress:
         return f"in step {self.step} ({self.phase.words})" if self.step else f"before step 1 ({self.phase.words})"
 
 
+@dataclasses.dataclass(frozen=True)
+class Spent:
+    """The time that a worker has spent in the updates of all fits so far.
+
+    Attributes:
+        fit: the number of fits that the worker has begun.
+        updates: the number of updates.
+        data_s: seconds in which it read data, without the first batch of an epoch.
+        training_s: seconds from the batch to the end of the update. They contain the waiting for other ranks.
+        waited_s: seconds of these in which it waited for other ranks, if the engine measures them.
+        measured: the number of updates that `waited_s` stands for, 0 if the engine does not measure.
+    """
+
+    fit: int
+    updates: int
+    data_s: float
+    training_s: float
+    waited_s: float
+    measured: int
+
+
 class Heartbeat:
     """The side of a worker. Without a launcher that reads it, the memory is the worker's own."""
 
     def __init__(self) -> None:
         self._slot = memoryview(bytearray(SLOT_BYTES)).cast("q")
         self._beats = 0
+        self._sum, self._since = 0, 0  # the integer that counts the time of the phase, or 0, and when the phase began
+        self.is_read = False  # whether a launcher reads the memory
 
     def attach(self, slot: memoryview) -> None:
         """Write into the shared memory `slot` from now on."""
-        self._slot = slot
+        self._slot, self.is_read = slot, True
         slot[_PID] = os.getpid()
 
     @contextlib.contextmanager
@@ -127,7 +153,17 @@ class Heartbeat:
             is_slow: whether this may take much longer than a part of an update usually takes.
         """
         self._beats += 1
-        _CHANGE.pack_into(self._slot, 0, self._beats, step, phase, is_slow)
+        now, slot = time.monotonic_ns(), self._slot
+        if self._sum:
+            slot[self._sum] += now - self._since
+            slot[_UPDATES] += self._sum == _TRAINING_NS
+        self._sum, self._since = 0 if is_slow else _SUMS.get(phase, 0), now
+        _CHANGE.pack_into(slot, 0, self._beats, step, phase, is_slow)
+
+    def waited(self, seconds: float, updates: int) -> None:
+        """Say that this rank has waited for others for `seconds` in each of the last `updates` updates."""
+        self._slot[_WAITED_NS] += int(1e9 * seconds * updates)
+        self._slot[_MEASURED] += updates
 
     @property
     def progress(self) -> Progress:
@@ -166,6 +202,12 @@ class Board:
         """Return the progress of a worker, also after its end."""
         return progress_in(self._slot(index))
 
+    def spent(self, index: int) -> Spent:
+        """Return the time that a worker has spent so far."""
+        slot = self._slot(index).tolist()
+        data_s, training_s, waited_s = (slot[each] / 1e9 for each in (_DATA_NS, _TRAINING_NS, _WAITED_NS))
+        return Spent(slot[_FIT], slot[_UPDATES], data_s, training_s, waited_s, slot[_MEASURED])
+
     def clear(self) -> None:
         """Forget all workers, before the next ones start."""
         self._memory[:] = bytes(len(self._memory))
@@ -202,7 +244,7 @@ def phase_of(error: BaseException) -> Phase:
 
 def progress_in(slot: memoryview) -> Progress:
     """Return the progress that a worker has written into `slot`."""
-    beats, step, phase, is_slow, fit, first, compiles, timeout_ms, pid = slot.tolist()
+    beats, step, phase, is_slow, fit, first, compiles, timeout_ms, pid = slot.tolist()[: _PID + 1]
     is_fresh = step - first <= _NUM_FRESH
     is_compiling = compiles and phase == Phase.TRAINING
     return Progress(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), timeout_ms / 1000, pid)

@@ -17,13 +17,8 @@ from distributed.launching.seal import SealedConnection
 _LAST_CALL_S = 10.0  # for more nodes to join the first round, when the fewest have joined
 _LEAVING_S = 2.0  # for the other nodes to say how their workers ended, after a node has left on SIGTERM
 _TOO_LATE = {"op": "end", "why": "the run has ended before this node could take part", "rank": None, "code": 0}
-
-_FACTS = (
-    "kind",
-    "phase",
-    "place",
-    "then",
-)  # texts of the failure of a worker that its event holds, besides rank and cause
+# Texts and numbers of the failure of a worker that its event holds, besides rank and cause.
+_FACTS, _NUMBERS = ("kind", "phase", "place", "then"), ("in_step", "micro_batch", "fit")
 
 Say = Callable[[str, str], None]  # (kind, text): show a line on the console of node 0
 
@@ -225,8 +220,7 @@ class Rounds:
         self._failures[rank] = failure
         self._say("warning", str(failure["cause"]))
         facts: dict[str, Any] = {name: str(failure[name]) for name in _FACTS if name in failure}
-        if "in_step" in failure:
-            facts["in_step"] = int(failure["in_step"])
+        facts |= {name: int(failure[name]) for name in _NUMBERS if name in failure}
         about = {"rank": int(failure["rank"]), "node": rank, "cause": str(failure["cause"]), **facts}
         self._record("worker_failed", float(failure["time"]), **about)
 

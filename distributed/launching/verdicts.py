@@ -99,6 +99,8 @@ class Verdicts:
         # When the first worker ended so that another number of them can start.
         self._regrouping_since: float | None = None
         self._repeats = Repeats()
+        self._micro_batches: dict[int, int] = {}  # the newest limit of `auto_micro_batch` by the number of the fit
+        self.is_free = False  # whether the restart on which `judge` decided last does not count for `max_restarts`
         # Looks for a worker that hangs, when all failures are lost connections. May return None.
         self.find_hang: Callable[[], Failure | None] = lambda: None
 
@@ -200,6 +202,7 @@ class Verdicts:
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
                     message["exit_code"], node=rank.node, reached=_reached_in(message), phase=message.get("phase", ""),
                     place=message.get("place", ""), is_echo=message.get("is_echo", False),
+                    micro_batch=message.get("micro_batch", 0),
                 )  # fmt: skip
 
     def blame(self, failure: Failure) -> None:
@@ -293,6 +296,10 @@ class Verdicts:
 
         `lost` is the number of workers that a run with a changing number goes on without.
         """
+        before = self._micro_batches.get(cause.reached[0], cause.micro_batch + 1)
+        self.is_free = 0 < cause.micro_batch < before and not self.stop_signal
+        if self.is_free:
+            return self._restart_with_less(cause)
         if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
         left = self._count.shrink(lost) if self._may_shrink(cause) and self._count is not None else 0
@@ -302,16 +309,7 @@ class Verdicts:
         self.cause = cause
         then = self._then(cause, restarts_left, left)
         if not self.stop_signal:
-            detail: dict[str, Any] = {} if self.node is None else {"node": self.node}
-            self.failure = {
-                "time": time.time(),
-                "rank": cause.rank,
-                "cause": in_words(cause),
-                **detail,
-                **_facts_of(cause),
-                "then": then,
-            }
-            self._run.event("worker_failed", **self.failure)
+            self._record_failure(cause, then)
             if left:
                 self._display.handle({"kind": "warning", "text": f"{in_words(cause)}: {then}"})
                 self._is_regrouping = True
@@ -320,6 +318,14 @@ class Verdicts:
             return Verdict.OVER
         self._display.handle({"kind": "warning", "text": f"{in_words(cause)}: {then}"})
         return Verdict.RESTART
+
+    def _record_failure(self, cause: Failure, then: str, **more: Any) -> None:
+        """Record the failure and what is done about it, here and in the journal of the run."""
+        detail: dict[str, Any] = {} if self.node is None else {"node": self.node}
+        self.failure = {
+            "time": time.time(), "rank": cause.rank, "cause": in_words(cause), **detail, **_facts_of(cause), **more, "then": then,
+        }  # fmt: skip
+        self._run.event("worker_failed", **self.failure)
 
     def _then(self, cause: Failure, restarts_left: int, left: int) -> str:
         """Return in words what the launcher does after a failure: `left` is the number of processes with which a run goes on."""
@@ -334,6 +340,15 @@ class Verdicts:
         if cause.kind in ("signal", "hang") or self._request.restart_on_exception:
             return f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
         return "not restarted: only kills and hangs are"
+
+    def _restart_with_less(self, cause: Failure) -> Verdict:
+        """Record that a rank ran out of memory, so that the next attempt takes smaller micro-batches, and restart."""
+        self._micro_batches[cause.reached[0]] = cause.micro_batch
+        samples = f"{cause.micro_batch} sample{'s' * (cause.micro_batch > 1)}"
+        then = f"restarting with micro-batches of at most {samples} (auto_micro_batch)"
+        self._record_failure(cause, then, micro_batch=cause.micro_batch, fit=cause.reached[0])
+        self._display.handle({"kind": "warning", "text": f"{in_words(cause)}: {then}"})
+        return Verdict.RESTART
 
     def _may_shrink(self, cause: Failure) -> bool:
         return cause.kind == "signal" and not self.stop_signal

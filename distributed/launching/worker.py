@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from distributed.config.merging import Overrides
 from distributed.config.registry import hint_of
-from distributed.errors import DistributedError, TrainingInterrupted
+from distributed.errors import DistributedError, TrainingError, TrainingInterrupted
 from distributed.launching.causes import full_traceback, message_of, place_of, place_of_caller, short_traceback
 from distributed.launching.engines import has_joined, seed_generators, use_store
 from distributed.launching.environments.base import WorkerEnvironment
@@ -180,6 +180,7 @@ def _failed(error: BaseException, on_event: OnEvent) -> int:
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
         "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
         "reached": [(at := heartbeat().progress).fit, at.step], "phase": phase_of(error).in_fit, "place": place_of(error),
+        "micro_batch": error.micro_batch if isinstance(error, TrainingError) else 0,
     })  # fmt: skip
     return code
 

@@ -62,6 +62,13 @@ class Observer:
         """
         return 0.0 if self.world_size == 1 else None
 
+    def newly_waited_s(self) -> float | None:
+        """Return the seconds of an update in which this rank waited for others, as the mean over the updates since the last call.
+
+        Return None if no update was measured since then, or the engine does not measure it. The loop calls this every few updates.
+        """
+        return None
+
     def graph(self) -> bytes:
         """Return a GraphDef of the model as TensorBoard reads it, traced on one sample of the batch that was kept.
 

@@ -37,6 +37,7 @@ BREAKS = {
 EVENTS = {
     "started": "started",
     "checkpoint_saved": "checkpoint",
+    "slow_rank": "slow rank",
     **BREAKS,
     "not_started": "not started",
     "finished": "finished",

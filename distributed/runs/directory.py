@@ -34,6 +34,7 @@ _EVENT = {
     "event": TEXT, "time": SECONDS, "step": COUNT, "checkpoint": TEXT, "cause": optional(TEXT),
     "traceback": optional(TEXT), "after": optional(TEXT), "rank": optional(COUNT), "in_step": COUNT,
     "kind": TEXT, "phase": TEXT, "place": TEXT, "then": TEXT, "directory": TEXT, "restart_count": COUNT,
+    "micro_batch": COUNT, "fit": COUNT,
     "node": optional(Kind("a number or a name", lambda value: isinstance(value, (int, str)))),
 }  # fmt: skip
 _DYING_S = 5.0  # seconds that workers may take to end after their launcher was killed
@@ -247,6 +248,11 @@ class RunDirectory:
     def last_failure(self, begin: int) -> dict[str, Any] | None:
         """Return the newest event from byte `begin` on with the reason why workers failed or did not start, or None."""
         return last_failure_of(self.read_events(begin))
+
+    def largest_micro_batch(self, fit: int) -> int:
+        """Return how many samples a micro-batch of the fit with the number `fit` may have, so that it fits into memory. 0: any number."""
+        events = [event for event in self.read_events() if event.get("fit") == fit]
+        return min((each["micro_batch"] for each in events if "micro_batch" in each), default=0)
 
     def has_gone_on(self, checkpoint: str) -> bool:
         """Return whether a launch has resumed from `checkpoint` since it was saved, when a callback stopped the run there."""

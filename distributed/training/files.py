@@ -161,7 +161,8 @@ class TrainerFiles:
             monitor=config.monitor, monitor_mode=config.monitor_mode, context=self._context,
             on_event=lambda event: self._of_store(run, event), objects=objects,
             on_upload=lambda upload: run.event("checkpoint_uploaded", **dataclasses.asdict(upload)),
-            copy_run=remote.push if remote is not None else lambda: None, is_restart=self._restart_count > 0,
+            copy_run=remote.push if remote is not None else lambda: None, max_failed_saves=config.max_failed_saves,
+            is_restart=self._restart_count > 0,
         )  # fmt: skip
         # The trainer keeps the lock, even after a fit that failed, so it takes the lock only once.
         if not self._is_store_open:

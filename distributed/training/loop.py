@@ -34,6 +34,7 @@ from distributed.training.timing import TimeSplit
 from distributed.training.validation import Validation, add, means_of, names_in
 
 LOGGED = "logged"
+_WAITS_EVERY = 10  # updates between two reports to the launcher of how long this rank has waited for others
 SAVE, VALIDATE = "save", "validate"  # the requests of the clocks of `checkpoint_every_s` and `validate_every_s`
 
 
@@ -50,6 +51,7 @@ class Run:
     callbacks: Sequence[Callback]
     write_checkpoint: Callable[[], bool]  # a collective; returns False if the checkpoint could not be written to disk
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch) of the last checkpoint
+    is_checkpoint_lost: Callable[[], bool] = lambda: False  # a collective; whether somebody deleted the last checkpoint
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
     has_training_step: bool = False  # a training_step may report further metrics after the first update
     uncertain: Sequence[str] = ()  # monitors that the first update has to report
@@ -68,6 +70,7 @@ class Run:
     window: list[StepResult] = dataclasses.field(default_factory=list)  # results of steps that are not summed yet
     peeked: Peeked = dataclasses.field(default_factory=Peeked)  # sums of the window for callbacks
     window_start: float = 0.0
+    waits_step: int = 0  # step of the newest report of waiting times to the launcher
     is_measured: bool = False  # whether the metrics over all samples are up to date for the row of the epoch
     saved_s: float = 0.0  # seconds of checkpoints since `window_start`, already in `spent.total`
     spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
@@ -115,6 +118,7 @@ def fit(run: Run) -> None:
 def begin(run: Run) -> None:
     """Call the hooks of the start, and validate or save if the settings ask for it. A collective."""
     state = run.state
+    run.waits_step = state.step
     run.heartbeat.begin(state.step, compiles=run.config.compile, timeout_s=run.config.timeout_s)
     for callback in run.callbacks:
         callback.on_train_start(state)
@@ -137,6 +141,8 @@ def end(run: Run) -> None:
     _log(run, is_end=True)
     if not was_interrupted(state) and _lacks_row(run):
         _keep_last_row(run)
+    if run.last_saved == (state.step, state.epoch) and run.is_checkpoint_lost():
+        run.last_saved = (-1, -1)
     if run.last_saved != (state.step, state.epoch):
         save(run)
     if run.last_saved != (state.step, state.epoch):
@@ -225,6 +231,8 @@ def follow(run: Run, result: StepResult) -> bool:
     """
     state, logged = run.state, run.backend.logged
     run.heartbeat.mark(Phase.CALLBACKS, state.step)
+    if state.step % _WAITS_EVERY == 0 and run.heartbeat.is_read:
+        _report_waits(run)
     if logged.is_pending:
         logged.attach(result, state.step)
     if run.uncertain:
@@ -242,6 +250,13 @@ def follow(run: Run, result: StepResult) -> bool:
         _save_or_wait(run)
     run.heartbeat.mark(Phase.DATA, state.step + 1)
     return True
+
+
+def _report_waits(run: Run) -> None:
+    waited_s = run.backend.observer.newly_waited_s()
+    if waited_s is not None:
+        run.heartbeat.waited(waited_s, run.state.step - run.waits_step)
+        run.waits_step = run.state.step
 
 
 def _validate_every(run: Run) -> float:

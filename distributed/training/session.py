@@ -175,8 +175,7 @@ class FitSession:
         check_callbacks(backend, self.setup.callbacks)
         loggers.check_callbacks(merged, self.setup.callbacks)
         leaving.callback(self._reporter.close)
-        train = leaving.enter_context(contextlib.closing(backend.shard(train_data, planned, DataRole.TRAINING)))
-        batch = train.batch  # a batch sampler's items set its size
+        train, batch = self._shard_to_fit(train_data, planned, leaving)
         # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
         full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
         run = self.files.open_run(in_effect(merged, full, loader_batch_size))
@@ -190,6 +189,31 @@ class FitSession:
         found = self._find(merged, store, run)
         notices = self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None)
         return OpenedFit(train, shards, callbacks, store, run, found, notices)
+
+    def _shard_to_fit(
+        self, data: Any, planned: BatchPlan, leaving: contextlib.ExitStack
+    ) -> tuple[ShardedData, BatchPlan]:
+        """Divide the training data so that micro-batches fit into memory, as far as earlier attempts have found out. A collective.
+
+        Returns the data, and its batch plan.
+        """
+        limit, times = self._largest_micro_batch(), 0
+        while limit and planned.batch_size > limit:
+            planned, times = planned.halved(), times + 1
+        while True:
+            shard = self.backend.shard(data, planned, DataRole.TRAINING)
+            train = leaving.enter_context(contextlib.closing(shard))
+            if not limit or train.batch.batch_size <= limit:  # a batch sampler's items set its size
+                return train, train.batch.halved_already(times)
+            planned, times = planned.halved(), times + 1
+
+    def _largest_micro_batch(self) -> int:
+        """Return how many samples a micro-batch may have, or 0 if nothing is known. A collective."""
+        request = launched_by()
+        if not self.merged.config.auto_micro_batch or request is None:
+            return 0
+        fit = heartbeat().progress.fit
+        return self.files.on_main(lambda: RunDirectory(request.run_dir).largest_micro_batch(fit))
 
     def start(self, opened: OpenedFit) -> Fit:
         """Load the checkpoint that was found, if there is one, and open the loggers. A collective."""
@@ -235,7 +259,7 @@ class FitSession:
         run = loop.Run(
             self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
             metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
-            is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"),
+            is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"), is_checkpoint_lost=fit.store.is_lost,
         )  # fmt: skip
         self.backend.configure(before_update=before_update(fit.callbacks, state))
         earlier = self.files.on_main(lambda: media_at(fit.run.media, state.step))
@@ -294,10 +318,12 @@ class FitSession:
         is_of_user = not isinstance(error, Exception) or isinstance(error, DistributedError)
         if is_of_user or not self.setup.request.explains_out_of_memory or not is_out_of_memory(error):
             return error
-        is_cut = self.backend.observer.cuts_weights and self.context.world_size > 1
+        config, is_update = self.merged.config, heartbeat().progress.phase is Phase.TRAINING
         return out_of_memory(
-            error, self.context.rank, fit.state.step + 1, fit.train.batch.batch_size, self.merged.config, is_cut=is_cut
-        )
+            error, self.context.rank, fit.state.step + 1, fit.train.batch.batch_size, config,
+            is_cut=self.backend.observer.cuts_weights and self.context.world_size > 1,
+            may_halve=config.auto_micro_batch and is_update and link() is not None,
+        )  # fmt: skip
 
     def _context_of(self, fit: Fit, run: loop.Run) -> FitContext:
         backend = self.backend

@@ -521,6 +521,8 @@ TESTED = {  # setting -> a test of its effect or of its refusal
     "max_restarts": LAUNCH + "test_no_restart_is_left_for_a_worker_that_always_dies",
     "hang_timeout": RESUME + "test_a_rank_that_hangs_is_named_and_changes_no_bit",
     "restart_on_exception": LAUNCH + "test_an_exception_restarts_where_asked",
+    "max_failed_saves": "unit/test_checkpoint.py::test_max_failed_saves_is_the_number_that_ends_training",
+    "auto_micro_batch": "conformance/test_out_of_memory.py::test_half_the_micro_batch_gives_the_weights_of_a_run_that_began_with_it",
     "nan_policy": FAILURES + "test_a_nan_may_leave_the_update_out",
     "seed": HERE_TESTS + "test_the_seed_decides_weights_and_order",
     "deterministic": HERE_TESTS + "test_deterministic_refuses_what_is_not",

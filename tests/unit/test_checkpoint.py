@@ -24,7 +24,6 @@ import pytest
 
 from distributed.backends.world import OneProcess
 from distributed.checkpoints import durable, manifest
-from distributed.checkpoints import store as checkpoint
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve, verify
 from distributed.checkpoints.store import CheckpointStore, read_state
@@ -523,14 +522,55 @@ def test_a_failed_save_is_reported_with_bytes_and_the_third_in_a_row_ends_traini
     assert names(tmp_path / "c") == ["step-00000001", "step-00000003"]
 
 
-def test_a_directory_that_went_away_is_made_again(tmp_path: Path) -> None:
-    one = rig(tmp_path / "run" / "checkpoints")
+@pytest.mark.parametrize("number", [1, 2])
+def test_max_failed_saves_is_the_number_that_ends_training(tmp_path: Path, number: int) -> None:
+    one = rig(tmp_path, max_failed_saves=number)
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    one.backend.before_save = full
+    assert [one.save(step) for step in range(1, number)] == [None] * (number - 1)
+    with pytest.raises(
+        TrainingError, match=rf"{number} failed saves in a row \(max_failed_saves\): see that .* can be written"
+    ):
+        one.save(number)
+
+
+@pytest.mark.parametrize("gone", ["run", "run/checkpoints", "run/checkpoints/step-00000001"])
+def test_what_was_deleted_during_the_run_is_said_once_and_saved_again(tmp_path: Path, gone: str) -> None:
+    directory = tmp_path / "run" / "checkpoints"
+    one = rig(directory)
+    one.save(1)
+    assert not one.store.is_lost()
+    shutil.rmtree(tmp_path / gone)
+    assert one.store.is_lost()
+    assert verify(one.save(2)) and not one.store.is_lost()
+    what = directory / "step-00000001" if gone.endswith("1") else directory
+    assert one.messages == [f"{what} was deleted while the run uses it: step-00000002 is saved in full in {directory}"]
+    assert verify(one.save(3)) and len(one.messages) == 1
+    assert names(directory) == ["step-00000002", "step-00000003"]
+
+
+def test_a_checkpoint_that_was_deleted_is_saved_again_at_the_same_step(tmp_path: Path) -> None:
+    one = rig(tmp_path / "checkpoints")
+    one.save(1)
+    again = rig(tmp_path / "checkpoints")  # a resumed run knows what it has found
+    again.store.load(again.store.find())
+    shutil.rmtree(tmp_path / "checkpoints")
+    assert again.store.is_lost() and verify(again.save(1)) and len(again.messages) == 1
+
+
+def test_a_deleted_directory_that_cannot_be_made_again_counts_as_failed_saves(tmp_path: Path) -> None:
+    one = rig(tmp_path / "run" / "checkpoints", max_failed_saves=2)
     one.save(1)
     shutil.rmtree(tmp_path / "run")
-    assert verify(one.save(2))
-    shutil.rmtree(tmp_path / "run")
-    (tmp_path / "run").write_text("in the way")
-    assert one.save(3) is None
+    (tmp_path / "run").write_text("a file is in the way")
+    assert one.save(2) is None
+    deleted, failed = one.messages
+    assert "was deleted while the run uses it" in deleted and "failed save 1 of 2" in failed
+    with pytest.raises(TrainingError, match="2 failed saves in a row"):
+        one.save(3)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -750,7 +790,6 @@ def test_large_and_small_chunks_keep_their_order(tmp_path: Path) -> None:
     chunks = [b"1" * 10, memoryview(b"2" * (3 << 20)), b"3" * (1 << 19), b"4" * (1 << 19), b"5" * 5]
     durable.write_file(tmp_path / "x", chunks, sum(map(len, chunks)))
     assert (tmp_path / "x").read_bytes() == b"".join(map(bytes, chunks))
-    assert checkpoint.MAX_MISSES == 3
 
 
 if __name__ == "__main__":

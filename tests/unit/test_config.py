@@ -17,7 +17,7 @@ import pytest
 import distributed
 from distributed.backends.capabilities import capabilities_of
 from distributed.config.merging import Overrides, config_yaml, merge, read_config_file, split_sweep
-from distributed.config.plan import ProcessPlan, in_effect, plan_batch, plan_processes
+from distributed.config.plan import BatchPlan, ProcessPlan, in_effect, plan_batch, plan_processes
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import ALIASES, DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError, nearest
@@ -68,6 +68,25 @@ def test_a_wrong_setting_is_answered_with_field_value_and_rule(given, words):
     for word in words:
         assert word in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "halved"),
+    [
+        ((8, 1, 2, 16), (4, 2, 2, 16)),
+        ((3, 1, 2, 6), (2, 2, 2, 6)),
+        ((2, 2, 2, 6), (1, 4, 2, 6)),
+        ((5, 3, 1, 13), (3, 6, 1, 13)),
+    ],
+)
+def test_half_a_micro_batch_keeps_the_global_batch_and_the_learning_rate(given, halved):
+    plan = BatchPlan(*given)
+    smaller = plan.halved()
+    assert dataclasses.astuple(smaller)[:4] == halved
+    assert smaller.lr_ratio == plan.lr_ratio == smaller.halved().lr_ratio
+    items = dataclasses.replace(smaller, full_batch_size=0)  # as of a batch sampler
+    assert items.halved_already(1).lr_ratio == BatchPlan(-(-given[3] // (given[1] * given[2])), *given[1:]).lr_ratio
+    assert items.halved_already(0) is items
 
 
 def test_the_seed_documents_config_is_accepted_but_for_trackers():

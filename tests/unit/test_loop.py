@@ -556,6 +556,14 @@ def test_a_store_gives_back_what_the_loop_saved(tmp_path):
     assert state.to_json() == run.state.to_json() and other.backend.weight == run.backend.weight
 
 
+def test_a_last_checkpoint_that_was_deleted_is_saved_again():
+    saved = []
+    run = make(samples=8, epochs=1, saved=saved, checkpoint_every_n_steps=2)
+    run.is_checkpoint_lost = lambda: True
+    fit(run)
+    assert [state.step for state in saved] == [2, 2]
+
+
 def test_a_last_checkpoint_that_cannot_be_written_is_tried_again_and_then_an_error():
     tries = []
     run = make(epochs=2)

@@ -46,7 +46,7 @@ global_batch_size gradient_accumulation_steps init_from dtype validate_every_n_s
 early_stopping_patience monitor monitor_mode optimizer learning_rate weight_decay layer_rates scheduler lr_scaling
 warmup_steps gradient_clipping mixed_precision activation_checkpointing compile checkpoint_dir resume_from_checkpoint
 checkpoint_at_start checkpoint_frequency checkpoint_every_n_steps checkpoint_every_s checkpoint_trainable_only keep_latest_k keep_best
-log_every_n_steps verbose loggers mlflow_tracking tensorboard profile data.presharded data.remove_unused_columns
+max_failed_saves log_every_n_steps verbose loggers mlflow_tracking tensorboard profile data.presharded data.remove_unused_columns
 """
 # The options of backends that have an effect wherever the backend is chosen.
 OPTIONS_ALWAYS = """
@@ -62,21 +62,22 @@ OFF = {
     "profile_warmup", "profile_active", "tensorboard_histograms", "warmup_start", "elastic_interval_s", "min_nproc_per_node",
 }  # fmt: skip
 LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception", "hang_timeout"}
+RESTARTED = {"auto_micro_batch"}  # works wherever our launcher starts the workers, whenever the setting becomes known
 # Workers of one node meet in a file: nothing looks for them at an address, and no port is opened.
 ONE_NODE = {"master_addr", "master_port", "node_rank", "node_timeout", "min_nodes"}
 ONE_PROCESS = {"communication_backend", "start_timeout"} | ONE_NODE
 # (who started the processes, how many nodes, how many processes of each) -> what has no effect there
 PLACES = {
-    ("nobody", 1, 1): OFF | LAUNCHERS_OWN | ONE_PROCESS | {"timeout_s"},
+    ("nobody", 1, 1): OFF | LAUNCHERS_OWN | RESTARTED | ONE_PROCESS | {"timeout_s"},
     ("ours", 1, 1): OFF | ONE_PROCESS,
     ("ours, before the script", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | {"timeout_s"},
-    ("another", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | {"timeout_s"},
+    ("another", 1, 1): OFF | ONE_PROCESS | LAUNCHERS_OWN | RESTARTED | {"timeout_s"},
     ("ours", 1, 2): OFF | ONE_NODE,
     ("ours, before the script", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
-    ("another", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
+    ("another", 1, 2): OFF | ONE_NODE | LAUNCHERS_OWN | RESTARTED,
     ("ours", 2, 2): OFF,
     ("ours, before the script", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
-    ("another", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN,
+    ("another", 2, 2): OFF | ONE_NODE | LAUNCHERS_OWN | RESTARTED,
 }
 # Where a backend differs: (backend, setting, who started the processes or None for anybody) -> whether it has an effect
 DIFFERENT = {

@@ -113,6 +113,44 @@ def test_a_worker_that_does_not_end_for_a_regroup_is_given_up_after_timeout_s(ru
     )
 
 
+def out_of_memory(found, micro_batch, rank=1):
+    """Return the verdict after a rank has run out of memory in step 3 of the first fit."""
+    found.begin({0: 0, 1: 1}, 0)
+    found.add({
+        "op": "event", "kind": "error", "rank": rank, "type": "TrainingError", "message": f"rank {rank} is out of memory in step 3: x",
+        "traceback": "", "time": time.time(), "exit_code": 1, "is_message_enough": True, "micro_batch": micro_batch, "reached": [1, 3],
+    })  # fmt: skip
+    found.add({"op": "exit", "local_rank": rank, "status": 1, "time": time.time()})
+    return found.judge(0)
+
+
+def test_smaller_micro_batches_are_tried_without_counting_the_restarts(run, capsys):
+    found = verdicts(run, io.StringIO(), max_restarts=0)
+    for size in (4, 2, 1):
+        assert out_of_memory(found, size) is Verdict.RESTART and found.is_free
+    assert run.largest_micro_batch(1) == 1 and run.largest_micro_batch(2) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert (
+        said[2]
+        == "warning: rank 1 is out of memory in step 3: x: restarting with micro-batches of at most 1 sample (auto_micro_batch)"
+    )
+    assert out_of_memory(found, 0) is Verdict.OVER and not found.is_free  # nothing smaller is left
+
+
+def test_a_run_whose_micro_batches_do_not_become_smaller_ends(run):
+    found = verdicts(run, io.StringIO(), max_restarts=0)
+    assert out_of_memory(found, 4) is Verdict.RESTART
+    assert out_of_memory(found, 4) is Verdict.OVER
+
+
+def test_a_stop_after_such_a_restart_has_the_code_of_the_signal(run):
+    found = verdicts(run, io.StringIO(), max_restarts=0)
+    assert out_of_memory(found, 4) is Verdict.RESTART
+    found.begin({0: 0, 1: 1}, 1)
+    found.add({"op": "stop", "signum": signal.SIGINT, "is_first": True, "interrupts": 1, "is_starting": False})
+    assert found.exit_code() == 130
+
+
 def events_of(run):
     return [event["event"] for event in run.read_events()]
 

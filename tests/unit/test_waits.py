@@ -23,3 +23,11 @@ def test_slow_first_updates_do_not_weigh_on_later_log_lines():
     mean = (10 * mean + 1.0) / 11
     assert waits.take(data(100, mean, 40 / 11)) == pytest.approx(0.001, rel=1e-3)
     assert waits.take(data(300, (11 * mean + 2 * 2.0) / 13, (40 + 2 * 3.0) / 13)) == 0.0  # more computed than waited
+
+
+def test_more_updates_are_measured_on_request_and_none_is_counted_twice():
+    waits = Waits(every=10)
+    assert waits.take_new(data(10, 5.0, 4.0)) == pytest.approx(0.001)
+    assert waits.take_new(data(10, 5.0, 4.0)) is None
+    assert waits.take_new(data(20, (10 * 5.0 + 9.0) / 11, (10 * 4.0 + 2.0) / 11)) == pytest.approx(0.007, rel=1e-3)
+    assert waits.take(data(29, 5.0, 4.0)) == pytest.approx(0.007, rel=1e-3)  # none was measured meanwhile

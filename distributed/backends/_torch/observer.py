@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ class TorchObserver(Observer):
     def __init__(self, backend: TorchBackend[Any]) -> None:
         super().__init__(backend.plan.world_size)
         self._backend = backend
+        # Seconds that an update has waited for the number of labels of all ranks, for the newest updates.
+        self.waits_for_counts: collections.deque[float] = collections.deque(maxlen=100)
         self._kept: MicroBatch | None = None  # the batch for `graph`
         self._example: MicroBatch | None = None  # the batch for `write_program`
         self.counter: Counter | None = None  # runs the passes of an update, if a callback counts updates

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -194,7 +195,9 @@ class Passes:
         counts = [self.objective.label_count(self._arranged(micro.batch)) for micro in micros if micro.num_samples]
         known = [count for count in counts if count is not None]
         total = self._on_device(sum(known))
+        began = time.perf_counter()
         self._world.combine(total, "sum").wait()
+        self._backend.observer.waits_for_counts.append(time.perf_counter() - began)
         return total.reshape(())
 
     def _on_device(self, number: Any) -> torch.Tensor:

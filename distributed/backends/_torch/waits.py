@@ -9,27 +9,34 @@ from typing import Any
 class Waits:
     """Compute the waiting times of one wrapper.
 
-    torch measures the first ten updates and then one in a hundred. The slow first updates would dominate torch's
+    torch measures the first ten updates and then one in `every`. The slow first updates would dominate torch's
     means for thousands of updates, so the times since the last call are computed from them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, every: int = 100) -> None:
+        self._every = every
         # Number of measured updates, and their total times in nanoseconds: for communication, and for the part of it
         # that overlaps with computation.
         self._count, self._exchange, self._overlap = 0, 0, 0
         self._newest: float | None = None
 
     def take(self, data: Mapping[str, Any]) -> float | None:
-        """Return seconds per update, as the mean over the updates measured since the last call.
+        """Return what `take_new` does, or the previous value if no update was measured since the last call."""
+        self.take_new(data)
+        return self._newest
 
-        Return the previous value if no update was measured since then. `data` is the result of
-        `_get_ddp_logging_data`: means in whole nanoseconds, and the last iteration that they include.
+    def take_new(self, data: Mapping[str, Any]) -> float | None:
+        """Return seconds per update, as the mean over the updates measured since the last call, or None if none was.
+
+        `data` is the result of `_get_ddp_logging_data`: means in whole nanoseconds, and the last iteration that they include.
         """
         means = [data.get(f"avg_backward_{name}_time") for name in ("comm", "compute_comm_overlap")]
-        count = min(data.get("iteration", 0), 10) + data.get("iteration", 0) // 100
-        if None not in means and count > self._count:
-            exchange, overlap = (mean * count for mean in means)
-            waited = exchange - self._exchange - (overlap - self._overlap)
-            self._newest = max(waited, 0) / (count - self._count) / 1e9
-            self._count, self._exchange, self._overlap = count, exchange, overlap
+        iteration = data.get("iteration", 0)
+        count = min(iteration, 10) + iteration // self._every - min(iteration, 10) // self._every
+        if None in means or count <= self._count:
+            return None
+        exchange, overlap = (mean * count for mean in means)
+        waited = exchange - self._exchange - (overlap - self._overlap)
+        self._newest = max(waited, 0) / (count - self._count) / 1e9
+        self._count, self._exchange, self._overlap = count, exchange, overlap
         return self._newest

@@ -1,0 +1,146 @@
+"""Decide from the times that the workers of one node spend whether one of them slows the others down. Depends on no clock and no process."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+
+from distributed.launching.heartbeat import Spent
+
+FACTOR = 2.0  # how many times the median of the other ranks a rank needs if it is slow
+UPDATES = 50  # number of updates in a row in which it needs that
+_WINDOWS = 5  # parts of these, in each of which it needs that: a few very slow updates are none
+_WINDOW = UPDATES // _WINDOWS
+_LEAST_S = 1.0  # seconds by which the rank must have delayed the others before it is named
+
+
+@dataclasses.dataclass(frozen=True)
+class _Times:
+    """Seconds of a rank, per update or in a number of updates."""
+
+    data: float = 0.0
+    compute: float = 0.0  # from the batch to the end of the update, without `waited`
+    waited: float = 0.0
+
+    @property
+    def own(self) -> float:
+        """Seconds in which the rank does not wait for others."""
+        return self.data + self.compute
+
+    @property
+    def total(self) -> float:
+        return self.own + self.waited
+
+    def plus(self, other: _Times, times: int) -> _Times:
+        """Return these times and `times` times the `other`."""
+        return _Times(
+            *(a + times * b for a, b in zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowRank:
+    """A rank that slows the others down.
+
+    Attributes:
+        key: the key of the rank.
+        updates: the number of updates in a row in which it was slow.
+        own_s: its seconds per update in these, without waiting for other ranks.
+        others_s: the median of those of the other ranks.
+        data, compute, communication: the shares of its time, which add up to 1.
+    """
+
+    key: int
+    updates: int
+    own_s: float
+    others_s: float
+    data: float
+    compute: float
+    communication: float
+
+
+@dataclasses.dataclass
+class _Streak:
+    """The windows in a row in which a rank was slow."""
+
+    windows: int = 0
+    updates: int = 0
+    others: float = 0.0  # the sum of the medians of the other ranks
+    times: _Times = _Times()
+
+    def add(self, updates: int, times: _Times, others: float) -> None:
+        self.windows += 1
+        self.updates += updates
+        self.others += updates * others
+        self.times = self.times.plus(times, updates)
+
+    @property
+    def is_enough(self) -> bool:
+        return self.windows >= _WINDOWS and self.updates >= UPDATES and self.times.own - self.others >= _LEAST_S
+
+    def found(self, key: int) -> SlowRank:
+        times, total = self.times, self.times.total
+        return SlowRank(
+            key, self.updates, times.own / self.updates, self.others / self.updates, times.data / total, times.compute / total,
+            times.waited / total,
+        )  # fmt: skip
+
+
+class SlowWatch:
+    """Watch the times of the workers of an attempt.
+
+    All ranks of a training need the same time for an update, because they wait for each other. The watch therefore compares the time
+    that a rank needs itself: for its data, and for its passes without the waiting. If the engine does not measure the waiting, the
+    rank that waits least is taken as the measure for the passes of all ranks, so that only slow data is noticed.
+    """
+
+    def __init__(self) -> None:
+        self._begun: dict[int, Spent] = {}
+        self._streaks: dict[int, _Streak] = {}
+
+    def look(self, spent: Mapping[int, Spent]) -> SlowRank | None:
+        """Return a rank that is slow, or None. `spent` has the times of the workers that have not ended, by any key."""
+        if not _continues(self._begun, spent):
+            self._begun, self._streaks = dict(spent), {}
+            return None
+        if not all(_is_window(self._begun[key], each) for key, each in spent.items()):
+            return None
+        updates = min(each.updates - self._begun[key].updates for key, each in spent.items())
+        times = _per_update(self._begun, spent)
+        self._begun = dict(spent)
+        return self._judge(times, updates)
+
+    def _judge(self, times: Mapping[int, _Times], updates: int) -> SlowRank | None:
+        for key, mine in times.items():
+            others = statistics.median(each.own for other, each in times.items() if other != key)
+            if mine.own < FACTOR * others:
+                self._streaks.pop(key, None)
+            else:
+                self._streaks.setdefault(key, _Streak()).add(updates, mine, others)
+        return next((each.found(key) for key, each in self._streaks.items() if each.is_enough), None)
+
+
+def _continues(begun: Mapping[int, Spent], spent: Mapping[int, Spent]) -> bool:
+    """Return whether there are several workers, the same as before, in the same fit."""
+    return len(spent) > 1 and begun.keys() == spent.keys() and all(spent[key].fit == begun[key].fit for key in spent)
+
+
+def _is_window(begun: Spent, now: Spent) -> bool:
+    """Return whether enough updates were made since `begun`, and their waiting was measured if the engine measures it."""
+    return now.updates - begun.updates >= _WINDOW and (not now.measured or now.measured > begun.measured)
+
+
+def _per_update(begun: Mapping[int, Spent], now: Mapping[int, Spent]) -> dict[int, _Times]:
+    """Return the seconds per update of each rank since `begun`."""
+    found: dict[int, _Times] = {}
+    for key, each in now.items():
+        before = begun[key]
+        updates, measured = each.updates - before.updates, each.measured - before.measured
+        training = (each.training_s - before.training_s) / updates
+        waited = min((each.waited_s - before.waited_s) / measured, training) if measured else 0.0
+        found[key] = _Times((each.data_s - before.data_s) / updates, training - waited, waited)
+    if all(each.measured > begun[key].measured for key, each in now.items()):
+        return found
+    least = min(each.compute for each in found.values())
+    return {key: _Times(each.data, least, each.compute + each.waited - least) for key, each in found.items()}

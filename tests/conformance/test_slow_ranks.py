@@ -1,0 +1,65 @@
+"""A rank that slows the others down is named once. Real workers train, and the launcher adds up their times."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.runs import FULL
+
+JOB = Path(__file__).parent / "jobs" / "slow_ranks.py"
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def named(run_cli, tmp_path):
+    """Return a function that trains on two processes, and returns the ranks that were named and the output."""
+
+    def run(*cases, flags=()):
+        command = [
+            "train",
+            "--script",
+            str(JOB),
+            "--nproc-per-node",
+            "2",
+            "--run-dir",
+            str(tmp_path / "run"),
+            *flags,
+            "--",
+            *cases,
+        ]
+        done = run_cli(command, timeout=120)
+        assert done.returncode == 0, done.output[-3000:]
+        return [line for line in done.stderr.splitlines() if "slows the others down" in line]
+
+    return run
+
+
+def test_a_rank_with_a_slow_loader_and_one_with_slow_passes_are_named(named, tmp_path):
+    first, second = named("loader", "step")
+    assert first.startswith("warning: rank 1 slows the others down: in ") and "(data " in first
+    assert second.startswith("warning: rank 0 slows the others down: in ")
+    events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    loader, step = [event for event in events if event["event"] == "slow_rank"]
+    assert loader["rank"] == 1 and loader["data"] > 0.5 and loader["communication"] < 0.3
+    assert step["rank"] == 0 and step["compute"] > 0.5 and step["communication"] < 0.3
+    assert "slow rank" in (tmp_path / "run" / "report.html").read_text()
+
+
+@FULL
+@pytest.mark.parametrize("flags", [(), ("--backend", "fsdp")])
+def test_ranks_that_are_equally_slow_or_slow_for_ten_updates_only_are_not_named(named, flags):
+    assert named("equal", "briefly", flags=flags) == []
+
+
+@FULL
+def test_a_slow_loader_is_named_if_the_engine_does_not_measure_the_waiting(named):
+    (line,) = named("very-slow-loader", flags=("--backend", "fsdp"))
+    assert line.startswith("warning: rank 1 slows the others down: in ")
+
+
+@FULL
+def test_no_rank_of_many_short_runs_is_named(named):
+    assert named(*["short"] * 20) == []
