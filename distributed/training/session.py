@@ -188,7 +188,10 @@ class FitSession:
         callbacks = self._callbacks(merged)
         store = self.files.open_store(merged, run)
         found = self._find(merged, store, run)
-        notices = self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None)
+        notices = [
+            *train.notices,
+            *self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None),
+        ]
         return OpenedFit(train, shards, callbacks, store, run, found, notices)
 
     def start(self, opened: OpenedFit) -> Fit:
