@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from distributed.training.function_launch import launch
     from distributed.training.own_loop import Session
+    from distributed.training.predictions import load_predictions
     from distributed.tuning.tuner import DistributedTuner
 
 __version__ = "0.1.0"
@@ -97,6 +98,7 @@ _HOMES = {
     "is_initialized": "comm",
     "launch": "training.function_launch",
     "launch_distributed_training": "launcher",
+    "load_predictions": "training.predictions",
     "load_weights": "backends.weights",
     "memory_pool_scope": "gradient_checkpointing",
     "no_sync": "comm",
@@ -144,6 +146,7 @@ __all__ = [
     "is_initialized",
     "launch",
     "launch_distributed_training",
+    "load_predictions",
     "load_weights",
     "memory_pool_scope",
     "no_sync",

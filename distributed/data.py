@@ -181,6 +181,24 @@ def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | N
     return cut
 
 
+def aligned_micro_batches(num_samples: int, batch: BatchPlan) -> list[range]:
+    """Return the positions of one update's samples in each of its micro-batches, each of which begins at a multiple of the ranks.
+
+    Rank r takes every `data_parallel_size`-th sample of a micro-batch from r on, so that in an update it takes the positions that
+    leave the remainder r. In a full update that divides by the number of ranks, these are the `slices`. The micro-batches differ by
+    at most one sample for each rank.
+
+    Args:
+        num_samples: global samples of the update.
+        batch: the batch equation of the run.
+    """
+    world = batch.data_parallel_size
+    count = num_micro_batches(num_samples, batch)
+    size, bigger = divmod(num_samples // world, count)
+    starts = [world * (j * size + min(j, bigger)) for j in range(count)]
+    return [range(start, stop) for start, stop in zip(starts, [*starts[1:], num_samples], strict=True)]
+
+
 def sample_seed(seed: int, epoch: int, position: int, salt: int = 0) -> int:
     """Return the 64-bit seed of the sample at `position` of `epoch`. `salt` separates training, validation and so on.
 

@@ -299,10 +299,10 @@ class Trainer:
         measured: dict[str, float] = self._fits.open_session().evaluate(data)
         return measured
 
-    def predict(self, data: Any) -> Any:
-        """Return the model's outputs for every sample of `data`, on the host.
+    def predict(self, data: Any, *, out: str | os.PathLike[str] | None = None, force: bool = False) -> Any:
+        """Return the model's outputs for every sample of `data`, on the host, or write them into files.
 
-        Every rank must call it and gets all outputs. The outputs are in the order of the data set, even if a DataLoader
+        Every rank must call it and gets all outputs, unless `out` is given. The outputs are in the order of the data set, even if a DataLoader
         shuffles. With a custom sampler they are in its order, and with `data.presharded` they come rank by rank. A batch is
         passed to the model as in training, without the last entry of a tuple (the targets). Tensors and arrays are joined
         along their first dimension and lists with one entry per sample are concatenated, also inside dicts, tuples and data
@@ -311,11 +311,23 @@ class Trainer:
 
         Args:
             data: what `fit` takes, or one tensor or array of inputs with one sample per row.
+            out: a directory into which each rank writes its own outputs, with the indices of their samples. No rank holds more than
+                a part of them. `distributed.load_predictions(out)` returns them in order. All nodes must share the directory.
+                The outputs must be rows of tensors or arrays for each sample, or lists with one entry per sample.
+            force: whether to replace the outputs of an earlier call in `out`. Those of a call that did not finish are always
+                replaced.
 
         Returns:
-            The outputs, in the structure that the model returns.
+            The outputs, in the structure that the model returns, or the directory `out`.
+
+        Raises:
+            ConfigError: `out` exists, or the files cannot hold an output, which the error names.
         """
         self._refuse_several("predict() calls one model: call trainer.model[NAME] on the inputs")
+        if out is not None:
+            return self._fits.open_session().predict_to(out, data, force=force)
+        if force:
+            raise ConfigError("force=True has no effect without out=: name the directory, or drop force")
         return self._fits.open_session().predict(data)
 
     def metric_average(self, value: Any, name: str = "metric") -> float:

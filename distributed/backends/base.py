@@ -57,6 +57,10 @@ class ShardedData(abc.ABC):
     num_samples: int | None  # samples of all ranks in an epoch; None for a stream of unknown length
     batch: BatchPlan
     version: int = DATA_VERSION  # of the order, see `use_version`
+    has_own_cursor: bool = (
+        False  # whether each rank reads a part of its own, so that a checkpoint needs the cursor of every rank
+    )
+    notices: Sequence[str] = ()  # what the start of a run says about this data
 
     @property
     def updates_per_epoch(self) -> int | None:
@@ -85,7 +89,10 @@ class ShardedData(abc.ABC):
         return None
 
     def seek(self, cursor: Mapping[str, Any] | None) -> None:
-        """Let the next `epoch` begin at `cursor`, if it is of the same epoch and sample. Not a collective."""
+        """Let the next `epoch` begin at `cursor`, if it is of the same epoch and sample. Not a collective.
+
+        With `has_own_cursor`, `cursor["ranks"]` has what `cursor` returned on each rank.
+        """
 
     def close(self) -> None:
         """Stop the worker processes of the loader."""

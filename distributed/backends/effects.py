@@ -218,6 +218,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "profile_warmup": (PROFILE,),
     "profile_active": (PROFILE,),
     "data.presharded": (),
+    "data.shard_streams": (),
     "data.remove_unused_columns": (),
 }
 

@@ -12,4 +12,5 @@ class DataOptions:
     """Options of the data pipeline, the group `data`."""
 
     presharded: bool = setting(False, "each rank's loader already yields only its own part of the data")
+    shard_streams: bool = setting(True, "let each rank read only its part of a stream that has shard(index, count)")
     remove_unused_columns: bool = setting(True, "drop columns of a Hugging Face data set that the model does not take")

@@ -606,6 +606,15 @@ def _record_pending(run: Run) -> None:
         _record_logged(run)
 
 
+def _cursor(run: Run) -> dict[str, Any] | None:
+    """Return where the data stands, with the positions of all ranks if each reads a part of its own. A collective."""
+    state, train = run.state, run.train
+    mine = train.cursor(state.samples_in_epoch) if state.samples_in_epoch else None
+    if not train.has_own_cursor or not state.samples_in_epoch:
+        return mine
+    return {"epoch": state.epoch, "samples": state.samples_in_epoch, "ranks": run.backend.world.gather(mine)}
+
+
 def save(run: Run) -> None:
     """Save a checkpoint now. A collective."""
     run.is_save_due = False
@@ -614,8 +623,7 @@ def save(run: Run) -> None:
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()
-    samples = run.state.samples_in_epoch
-    run.state.cursor = run.train.cursor(samples) if samples else None
+    run.state.cursor = _cursor(run)
     is_saved = run.write_checkpoint()
     _record_pending(run)  # of on_checkpoint
     seconds = time.perf_counter() - began

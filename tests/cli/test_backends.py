@@ -39,6 +39,7 @@ def test_no_setting_is_left_out():
     own = {entry.group for entry in REGISTRY.values()}
     fields = set(DistributedConfig.__dataclass_fields__) - set(GROUPS) | {
         "data.presharded",
+        "data.shard_streams",
         "data.remove_unused_columns",
     }
     assert own | {"data"} == set(GROUPS)

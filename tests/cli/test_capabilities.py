@@ -62,7 +62,8 @@ CONDITIONS |= {
     ("horovod", key, ON_TENSORFLOW): ("horovod.keras_backend=tensorflow", "horovod.keras_backend=torch")
     for key in (
         "mixed_precision=fp16", "activation_checkpointing", "checkpoint_trainable_only", "compile", "scheduler_interval=epoch",
-        "scaler_init_scale", "scaler_growth_interval", "data.presharded", "data.remove_unused_columns", "optimizer=muon", "layer_rates",
+        "scaler_init_scale", "scaler_growth_interval", "data.presharded", "data.shard_streams", "data.remove_unused_columns",
+        "optimizer=muon", "layer_rates",
     )
 }  # fmt: skip
 

@@ -618,6 +618,7 @@ TESTED = {  # setting -> a test of its effect or of its refusal
     "deepspeed.cpu_adam": ZERO + "test_the_cxx_adam_is_compiled_once_though_a_build_was_killed_before",
     "deepspeed.deepspeed_config": ZERO + "test_the_users_own_config_trains_as_settings_of_ours_that_say_the_same",
     "data.presharded": "unit/test_loading_streams.py::test_uneven_presharded_parts_are_used_once",
+    "data.shard_streams": "unit/test_divided_streams.py::test_a_wrong_hook_is_refused_in_one_line",
     "data.remove_unused_columns": "unit/test_hugging_face_data.py::test_columns_that_the_model_does_not_take_are_dropped_and_said_once",
 }
 

@@ -60,6 +60,7 @@ def sharded(
     train: bool = True,
     role: DataRole | None = None,
     presharded: bool = False,
+    shard_streams: bool = True,
     batching: Batching = PLAIN,
     **settings: Any,
 ) -> ShardedData:
@@ -71,7 +72,7 @@ def sharded(
         batch=batch,
         context=WorkerContext(rank, world, rank, world, 0, "cpu"),
         config=DistributedConfig(**settings),
-        options=DataOptions(presharded=presharded),
+        options=DataOptions(presharded=presharded, shard_streams=shard_streams),
         role=role or (DataRole.TRAINING if train else DataRole.VALIDATION),
         reduce=reduce,
         batching=batching,

@@ -16,6 +16,7 @@ REFUSES: Refusals = {
     "scaler_init_scale": "there is no loss scaling: drop it",
     "scaler_growth_interval": "there is no loss scaling: drop it",
     "data.presharded": "give every rank all samples, each takes its part",
+    "data.shard_streams": "every rank reads the whole tf.data.Dataset: drop it",
     "data.remove_unused_columns": "Keras models get all columns: remove those that are not needed from the data set",
 }
 # Why a `training_step` or a loss cannot log.

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distributed.backends._torch.collating import PLAIN, Batching
+from distributed.backends._torch.divided_streams import DividedStream
 from distributed.backends._torch.fetching import Fetcher, indexed_tensors
 from distributed.backends._torch.sources import (
     Reduce,
@@ -29,6 +30,7 @@ from distributed.backends._torch.sources import (
     sample_count,
     stop_workers,
 )
+from distributed.backends._torch.stream_parts import hook_of
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches
 from distributed.backends.base import ShardedData
 from distributed.config.data import DataOptions
@@ -68,6 +70,11 @@ def shard(
         local = _local(source, batch, context.rank, config.seed, train)
         return PreshardedData(local, batch, context.rank, source.name, reduce)
     agree = reduce if batch.data_parallel_size > 1 else None
+    hook = hook_of(source) if source.is_stream and options.shard_streams else None
+    if hook is not None and (
+        hook.can_skip or (agree is not None and batch.global_batch_size % batch.data_parallel_size == 0)
+    ):
+        return DividedStream(source, batch, context.rank, config.seed, hook, train=train, reduce=reduce)
     if source.is_stream:
         return StreamData(source, batch, context.rank, config.seed, train=train, reduce=agree)
     return MapData(source, batch, context.rank, config.seed, train=train, reduce=agree)

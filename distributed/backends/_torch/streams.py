@@ -35,7 +35,7 @@ from distributed.data import ComputedOrder, epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
 from distributed.state import MicroBatch, UpdateBatch
 
-_CHUNK = 32  # samples that a loader process reads in a row if the loader sets no batch size
+CHUNK = 32  # samples that a loader process reads in a row if the loader sets no batch size
 
 
 class StreamData(ShardedData):
@@ -63,7 +63,7 @@ class StreamData(ShardedData):
         `reduce` is None for a single rank. `is_local` marks one rank's own part, which may be empty.
         """
         self.batch, self._is_local = batch, is_local
-        self.num_samples = _length(source, batch)
+        self.num_samples = length_of(source, batch)
         self._source, self._rank, self._seed, self._reduce = source, rank, seed, reduce
         self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
         self._running: Iterator[UpdateBatch] | None = None
@@ -136,8 +136,8 @@ class StreamData(ShardedData):
         size = source.loader.batch_size or 1
         loader: DataLoader[Any] = DataLoader(
             source.dataset,
-            batch_size=size if size > 1 else _CHUNK,
-            collate_fn=_pack,
+            batch_size=size if size > 1 else CHUNK,
+            collate_fn=packed,
             **loader_arguments(source, self._seed, epoch),
         )
         for chunk in read_loader(loader):
@@ -148,7 +148,7 @@ class StreamData(ShardedData):
 
     def _compare(self, samples: list[Any], reduce: Reduce) -> None:
         """Raise ConfigError if streams differ between ranks, because most samples would never be read. A collective."""
-        digest = _digest(samples[:4], 0) & 0xFFFFFF  # a number that float32 can represent exactly
+        digest = digest_of(samples[:4]) & 0xFFFFFF  # a number that float32 can represent exactly
         digests = gather(reduce, self._rank, self.batch.data_parallel_size, digest)
         if any(each != digests[0] for each in digests):
             raise ConfigError(
@@ -178,7 +178,8 @@ class StreamPosition:
         """Begin an epoch after `skip` samples. Return whether the stream itself begins there."""
         sought, self.sought = self.sought, None
         self._epoch, self.reached, self._randomness = epoch, skip, randomness
-        is_there = self._is_told and sought is not None and (sought["epoch"], sought["samples"]) == (epoch, skip)
+        is_there = self._is_told and sought is not None and "state" in sought
+        is_there = is_there and (sought["epoch"], sought["samples"]) == (epoch, skip)  # type: ignore[index]
         if is_there:
             assert sought is not None
             self._dataset.load_state_dict(copy.deepcopy(sought["state"]))
@@ -276,20 +277,35 @@ class PreshardedData(ShardedData):
     num_samples = None
 
     def __init__(self, local: ShardedData, batch: BatchPlan, rank: int, name: str, reduce: Reduce) -> None:
-        self.batch = batch
+        self.batch, self.has_own_cursor = batch, not isinstance(local, WholeBatches)
         self._local, self._rank, self._name, self._reduce = local, rank, name, reduce
+        self._sought: Mapping[str, Any] = {}
+        self._epoch, self._used = (
+            0,
+            dict[int, int](),
+        )  # samples over all ranks -> samples of this rank, before the last update and now
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
-        """Yield the update batches of `epoch`. Every rank must take all of them. A resume reads the used part again."""
-        update_batches, used, last = self._local.epoch(epoch), 0, None
+        """Yield the update batches of `epoch` after `skip` global samples. Every rank must take all of them.
+
+        A resume continues where the parts of the ranks stood, or reads the used parts again if the checkpoint does not tell.
+        """
+        used, own = self._begin(epoch, skip)
+        update_batches, last = self._local.epoch(epoch, own), None
+        self._epoch, self._used = epoch, {used: own}
         while True:
             update_batch = next(update_batches, None)
             micro = update_batch.micro_batches if update_batch is not None else []
-            samples, most = self._agree(sum(each.num_samples for each in micro), len(micro), is_first=used == 0)
+            mine = sum(each.num_samples for each in micro)
+            samples, most = self._agree(mine, len(micro), is_first=used == 0)
             if samples == 0 or used >= (self.batch.max_samples or math.inf):
                 return
+            if not micro and last is None:  # this rank had run out of data before the resume
+                last = next(self._local.epoch(epoch)).micro_batches[-1].batch
             last = _shallow(micro[-1].batch) if micro else last  # a copy, because a step may remove entries of a dict
             micro = micro + [MicroBatch(_shallow(last), 0) for _ in range(most - len(micro))]
+            own += mine
+            self._used = {used: self._used.get(used, 0), used + samples: own}
             if used >= skip:
                 yield UpdateBatch(micro, samples, used)
             used += samples
@@ -298,6 +314,38 @@ class PreshardedData(ShardedData):
                     f"{self._name}: the checkpoint was saved after {skip} samples of the epoch, which is inside an update of this run:"
                     " resume presharded data with the same number of processes and batch size"
                 )
+
+    def cursor(self, samples: int) -> dict[str, Any] | None:
+        """Return the number of samples of this rank among `samples`, and where its data stands."""
+        own = self._used.get(samples)
+        if own is None:
+            return None
+        return {"epoch": self._epoch, "samples": own, "data": self._local.cursor(own) if own else None}
+
+    def seek(self, cursor: Mapping[str, Any] | None) -> None:
+        """Let the next `epoch` begin at `cursor`."""
+        self._sought = cursor or {}
+
+    def _begin(self, epoch: int, skip: int) -> tuple[int, int]:
+        """Return (samples over all ranks, samples of this rank) after which the epoch begins.
+
+        Raises ConfigError if another number of ranks has used `skip` samples, because the parts then differ.
+        """
+        sought, self._sought = self._sought, {}
+        ranks = sought.get("ranks", ())
+        if not skip or not ranks or (sought.get("epoch"), sought.get("samples")) != (epoch, skip):
+            return 0, 0
+        world = self.batch.data_parallel_size
+        if len(ranks) != world:
+            raise ConfigError(
+                f"{self._name}: the checkpoint was saved inside an epoch of presharded data that {len(ranks)} processes read, and"
+                f" this run has {world}, whose parts differ: resume with {len(ranks)} processes, or from a checkpoint at the end of"
+                " an epoch"
+            )
+        if any(each is None for each in ranks):
+            return 0, 0
+        self._local.seek(ranks[self._rank]["data"])
+        return skip, int(ranks[self._rank]["samples"])
 
     def use_version(self, version: int) -> None:
         """Read later epochs of this rank's part in the order of `version`."""
@@ -362,7 +410,7 @@ def _first_array(batch: Any) -> Any:
     return next((found for child in children if (found := _first_array(child)) is not None), None)
 
 
-def _length(source: Source, batch: BatchPlan) -> int | None:
+def length_of(source: Source, batch: BatchPlan) -> int | None:
     if not hasattr(source.dataset, "__len__"):
         return None
     try:
@@ -406,7 +454,7 @@ def _is_array(tensor: torch.Tensor) -> bool:
     )
 
 
-def _pack(samples: list[Any]) -> bytes:
+def packed(samples: Any) -> bytes:
     """Return `samples` as bytes.
 
     Loader processes use this as their collate function, so they send samples that are not collated. The main process
@@ -417,13 +465,13 @@ def _pack(samples: list[Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _digest(value: Any, before: int) -> int:
+def digest_of(value: Any, before: int = 0) -> int:
     """Return a checksum of nested numbers, strings and arrays. Any other object contributes only its type."""
     if isinstance(value, Mapping):
-        return _digest([*value.items()], before)
+        return digest_of([*value.items()], before)
     if isinstance(value, list | tuple):
         for child in value:
-            before = _digest(child, before)
+            before = digest_of(child, before)
         return before
     if type(value) is torch.Tensor and _is_array(value):
         value = value.numpy()

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy
 
-from distributed import Callback, Trainer
+from distributed import Callback, Trainer, load_predictions
 from distributed.callbacks import ExponentialMovingAverage, Freeze, SampleText, ThroughputAndMFU
 from distributed.testing.jobs import overall
 
@@ -215,7 +215,12 @@ class Cases:
 
     def _predicted(self, trainer: Trainer, dtype: str) -> Any:
         data = self.parts.samples(dtype)
-        return self.parts.predicted_by_several(trainer.model, data) if trainer.job.names else trainer.predict(data)
+        if trainer.job.names:
+            return self.parts.predicted_by_several(trainer.model, data)
+        predicted = trainer.predict(data)
+        written = load_predictions(trainer.predict(data, out=self.out / "predicted", force=True))
+        numpy.testing.assert_array_equal(self.parts.numbers(written), self.parts.numbers(predicted))
+        return predicted
 
     def _one(self) -> dict[str, Any]:
         """Return settings for one update of plain SGD at rate 1, which changes the weights by the applied gradient."""
