@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import functools
 import importlib.metadata
 import json
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 from distributed.checkpoints.agreement import Agreement, Ranks
 from distributed.checkpoints.copies import Copies
 from distributed.checkpoints.directory import CheckpointDirectory, open_verified, stage_of
-from distributed.checkpoints.durable import size_text, sync, write_file
+from distributed.checkpoints.durable import digests_of_written, size_text, sync, write_file
 from distributed.checkpoints.manifest import (
     MANIFEST,
     FileRecord,
@@ -42,6 +43,7 @@ from distributed.state import OnEvent, TrainState, WorkerContext
 __all__ = ["CheckpointStore", "read_state"]
 
 _OPENED = ".opened"  # directory beside the checkpoints for one that was downloaded to start from
+Written = Mapping[Path, tuple[int, str]]  # bytes and digest of the files that this rank has written
 MAX_MISSES = 3  # number of failed saves in a row after which training stops
 
 
@@ -218,9 +220,21 @@ class CheckpointStore:
         if self._agreement.on_main(lambda: self._begin(target, state, best_value)):
             if self._copies.away():  # an earlier attempt may have left files there
                 self._agreement.on_all(lambda: self._copies.clear(stage_of(target)))
-            extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
+            with digests_of_written() as written:
+                extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
             self._copies.gather(stage_of(target))
-            self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value))
+            known = self._known_digests(stage_of(target), written)
+            self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value, known))
+
+    def _known_digests(self, stage: Path, written: Written) -> dict[str, tuple[int, str]]:
+        """Return the sizes and digests of the files that all ranks wrote into `stage`, by name. A collective.
+
+        Files that were sent between nodes are left out, because the main process has to read what has arrived.
+        """
+        is_away = self.context.rank in self._copies.away()
+        mine = {} if is_away else {name: list(record) for name, record in _below(stage, written).items()}
+        parts = self._agreement.world.gather(mine)
+        return {name: (int(size), digest) for part in parts for name, (size, digest) in part.items()}
 
     def _warn(self, text: str) -> None:
         self.on_event({"kind": "warning", "message": text})
@@ -270,12 +284,21 @@ class CheckpointStore:
         return True
 
     def _commit(
-        self, target: Path, state: TrainState, extra: Any, config: Mapping[str, Any], best_value: float | None
+        self,
+        target: Path,
+        state: TrainState,
+        extra: Any,
+        config: Mapping[str, Any],
+        best_value: float | None,
+        known: Mapping[str, tuple[int, str]],
     ) -> None:
         stage = stage_of(target)
-        write_state(stage, state, extra)
+        with digests_of_written() as written:
+            write_state(stage, state, extra)
+        known = {**known, **_below(stage, written)}
         everything = sorted(stage.rglob("*"))
-        records = {str(path.relative_to(stage)): _seal_file(path) for path in everything if path.is_file()}
+        names = {str(path.relative_to(stage)): path for path in everything if path.is_file()}
+        records = {name: _seal_file(path, known.get(name)) for name, path in names.items()}
         frozen = summary_of_frozen(extra.get("frozen"))
         manifest = self._manifest(state, config, best_value, records, frozen).to_bytes()
         write_file(stage / MANIFEST, [manifest], len(manifest))
@@ -347,9 +370,20 @@ class CheckpointStore:
         return state
 
 
-def _seal_file(path: Path) -> FileRecord:
-    sync(path)
-    return FileRecord(path.stat().st_size, file_digest(path))
+def _below(stage: Path, written: Written) -> dict[str, tuple[int, str]]:
+    """Return the records of the files below `stage` by their names."""
+    return {str(path.relative_to(stage)): record for path, record in written.items() if path.is_relative_to(stage)}
+
+
+def _seal_file(path: Path, written: tuple[int, str] | None) -> FileRecord:
+    """Return the record of a file. One that `write_file` has written is on the disk, and its digest is known."""
+    size = path.stat().st_size
+    if written is None:
+        sync(path)
+        return FileRecord(size, file_digest(path))
+    if size != written[0]:
+        raise OSError(errno.EIO, f"{path.name} has {size} bytes, {written[0]} were written")
+    return FileRecord(*written)
 
 
 def _versions() -> dict[str, str]:

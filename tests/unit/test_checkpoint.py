@@ -75,6 +75,9 @@ class OneOf:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return self.threads.share(self.rank, value)[src]
 
+    def gather(self, value: Any) -> list[Any]:
+        return self.threads.share(self.rank, value)
+
     def key_value_store(self) -> Threads:
         return self.threads
 
@@ -189,6 +192,43 @@ def test_files_and_directories_are_synced_before_the_rename_and_the_parent_after
     assert max(synced) < commit < at["fsync", "c"]
     assert at["fsync", f"{stage}/manifest.json"] > max(at["fsync", f"{stage}/{name}"] for name in files[:3])
     assert at["fsync", "."] < commit  # the new directory of checkpoints itself
+
+
+def test_digests_come_from_the_writes_of_each_rank_and_only_other_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(checkpoint, "file_digest", lambda path: read.append(path.name) or manifest.file_digest(path))
+    threads = Threads(2)
+    ranks = [rig(tmp_path, rank, threads) for rank in range(2)]
+    ranks[1].backend.before_save = lambda: (tmp_path / ".tmp-step-00000001" / "own.bin").write_bytes(b"of the engine")
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda each: each.save(1), ranks))
+    assert read == ["own.bin"]
+    assert set(verify(paths[0]).files) == {
+        "state.json", "model/model.safetensors", "rng/rank-0.safetensors", "rng/rank-1.safetensors", "own.bin"
+    }  # fmt: skip
+
+
+def test_what_changes_between_the_write_and_the_commit_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, real = rig(tmp_path), checkpoint.write_state
+
+    def damage(change: Callable[[Path], None]) -> None:
+        def write_state(stage: Path, *args: Any) -> None:
+            real(stage, *args)
+            change(stage)
+
+        monkeypatch.setattr(checkpoint, "write_state", write_state)
+
+    damage(_flip)
+    path = one.save(1)
+    with pytest.raises(CheckpointError, match="digest differs"):
+        verify(path)
+    damage(_truncate)
+    assert one.save(2) is None
+    assert "has 100 bytes" in one.events[-1]["cause"]
 
 
 @pytest.mark.parametrize("code", [28, 5], ids=["ENOSPC", "EIO"])
