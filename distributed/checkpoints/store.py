@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from distributed.checkpoints.agreement import Agreement, Ranks
 from distributed.checkpoints.copies import Copies
-from distributed.checkpoints.directory import CheckpointDirectory, open_verified, stage_of
+from distributed.checkpoints.directory import CheckpointDirectory, beside, open_verified, stage_of
 from distributed.checkpoints.durable import digests_of_written, size_text, sync, write_file
 from distributed.checkpoints.manifest import (
     MANIFEST,
@@ -25,10 +25,13 @@ from distributed.checkpoints.manifest import (
     Manifest,
     NewerFormatError,
     file_digest,
+    inspect,
+    part_to_verify,
     read_manifest,
     step_name,
     summary_of_frozen,
     verify,
+    verify_files,
 )
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
 from distributed.checkpoints.objects import Objects, unusable
@@ -162,11 +165,20 @@ class CheckpointStore:
     def find(self) -> Path | None:
         """Return the newest checkpoint of the directory that verifies, or None, on every rank. Every rank must call it.
 
-        Damaged checkpoints that are newer are set aside as `damaged-step-...`, each with one warning. Remains of a
-        killed save are removed, so no other run may be writing to this directory. Raises CheckpointError if only
+        Each rank reads a part of the files. Damaged checkpoints that are newer are set aside as `damaged-step-...`, each with one
+        warning. Remains of a killed save are removed, so no other run may be writing to this directory. Raises CheckpointError if only
         damaged checkpoints are left, ResourceError if object storage, which may have a newer one, does not answer.
         """
-        name = self._agreement.on_main(self._newest)
+        while (name := self._agreement.on_main(self._newest)) is not None:
+            path = self.directory / name
+            try:
+                self._verify(path)
+                break
+            except CheckpointError as error:
+                problem = str(error)
+            self._agreement.on_main(lambda: self._files.set_aside(path, problem))  # noqa: B023
+        if self._mirror is not None:
+            self._mirror.notify()  # an earlier attempt may have ended before its uploads
         return None if name is None else self.directory / name
 
     def stored_elsewhere(self) -> bool:
@@ -201,7 +213,13 @@ class CheckpointStore:
         Every rank must call it. Raises CheckpointError if it is missing or damaged. Another checkpoint is never used in
         its place.
         """
-        return Path(self._agreement.on_main(lambda: str(self._open(path))))
+        opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
+        try:
+            self._verify(opened)
+        except CheckpointError as error:
+            hint = self._agreement.on_main(lambda: beside(opened))
+            raise CheckpointError(f"{error}; {hint}") from None
+        return opened
 
     def load(self, path: Path) -> TrainState:
         """Load the checkpoint `path`, from `find` or `open`, into the backend and return the training state.
@@ -236,16 +254,30 @@ class CheckpointStore:
         parts = self._agreement.world.gather(mine)
         return {name: (int(size), digest) for part in parts for name, (size, digest) in part.items()}
 
+    def _verify(self, path: Path) -> None:
+        """Read every byte of a checkpoint, each rank a part of the files. A collective.
+
+        Raises CheckpointError, on every rank, with a bad file and the reason.
+        """
+        away = self._copies.away_from(path)
+        readers = [rank for rank in range(self.context.world_size) if rank not in away]
+        self._agreement.on_all(lambda: self._verify_part(path, readers))
+
+    def _verify_part(self, path: Path, readers: list[int]) -> None:
+        if (rank := self.context.rank) in readers:
+            files = read_manifest(path).files
+            verify_files(path, part_to_verify(files, readers, rank, self.context.world_size))
+
     def _warn(self, text: str) -> None:
         self.on_event({"kind": "warning", "message": text})
 
     def _newest(self) -> str | None:
-        """Return the name of the newest checkpoint, after downloading it if only object storage has it."""
+        """Return the name of the newest checkpoint, after downloading it if only object storage has it. Its digests are not checked."""
         if self._mirror is None:
-            return self._files.newest_verified()
+            return self._files.newest()
         here, damaged = None, None
         try:
-            here = self._files.newest_verified()
+            here = self._files.newest()
         except NewerFormatError:
             raise
         except CheckpointError as error:  # only damaged ones are left here
@@ -260,12 +292,11 @@ class CheckpointStore:
             found = here
         if found is None and damaged is not None:
             raise damaged
-        self._mirror.notify()  # an earlier attempt may have ended before its uploads
         return found
 
     def _open(self, path: Path | str) -> Path:
         if not is_address(path):
-            return open_verified(Path(path))
+            return open_verified(Path(path), inspect)
         into = (self.directory / _OPENED).absolute()
         shutil.rmtree(into, ignore_errors=True)
         return fetch_newest(check_address("resume_from_checkpoint", path), into)
