@@ -26,6 +26,9 @@ class Ranks(Protocol):
     def broadcast(self, value: Any, /, src: int = 0) -> Any:
         """Return the JSON-able `value` of rank `src` on every rank. Every rank must call it."""
 
+    def gather(self, value: Any, /) -> list[Any]:
+        """Return the JSON-able `value` of every rank, in the order of ranks. Every rank must call it."""
+
     def key_value_store(self) -> Any:
         """Return a store that all ranks share, or None if there is only one rank.
 

@@ -44,6 +44,12 @@ class Copies:
             self._away = self._look() if self._has_several_nodes() else []
         return self._away
 
+    def away_from(self, path: Path) -> list[int]:
+        """Return the ranks that do not see the checkpoint that the main process has at `path`."""
+        if self._has_several_nodes() and path.parent != self._directory:
+            return self._ranks_without(path / MANIFEST, 0.0)
+        return self.away()
+
     def clear(self, stage: Path) -> None:
         """Remove what a rank of this node wrote into `stage`, if the node is away. No collective once `away` has been called."""
         if self._is_first_of(self._away or []):
@@ -62,9 +68,7 @@ class Copies:
     @contextlib.contextmanager
     def here(self, path: Path) -> Iterator[Path]:
         """Yield the path under which this rank reads the checkpoint that the main process has at `path`."""
-        away = self.away()
-        if self._has_several_nodes() and path.parent != self._directory:
-            away = self._ranks_without(path / MANIFEST, 0.0)
+        away = self.away_from(path)
         copy = self._directory / _LOADING
         try:
             yield self._send_to(away, path, copy / path.name)

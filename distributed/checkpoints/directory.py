@@ -14,6 +14,7 @@ from distributed.checkpoints.manifest import (
     Manifest,
     NewerFormatError,
     best_of,
+    inspect,
     list_checkpoints,
     resolve,
     verify,
@@ -91,7 +92,7 @@ class CheckpointDirectory:
         """Delete all checkpoints except the newest `keep_latest_k`, with `keep_best` the best one, and that named `busy`.
 
         Check only the manifests and file sizes, because the newest checkpoint was digested a moment ago. Damaged
-        checkpoints do not count and are left for `newest_verified` to set aside.
+        checkpoints do not count and are left for a resume to set aside.
         """
         try:
             infos = [info for info in list_checkpoints(self.path) if not info.problem]
@@ -102,8 +103,8 @@ class CheckpointDirectory:
         except OSError as error:
             self._warn(f"old checkpoints in {self.path} could not be removed: {error.strerror}")
 
-    def newest_verified(self) -> str | None:
-        """Return the name of the newest checkpoint that verifies, or None if the directory has never had one.
+    def newest(self) -> str | None:
+        """Return the name of the newest checkpoint whose names and sizes are right, or None if the directory has never had one.
 
         Damaged checkpoints that are newer are set aside, each with one warning. Raises CheckpointError if only damaged
         ones are left.
@@ -114,19 +115,30 @@ class CheckpointDirectory:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from None
         for info in reversed(list_checkpoints(self.path)):
             try:
-                verify(info.path)
+                inspect(info.path)
                 self._newest = info.path.name
                 return info.path.name
             except NewerFormatError:
                 raise
             except CheckpointError as error:
-                self._set_aside(info, str(error))
+                self.set_aside(info.path, str(error))
         if damaged := sorted(self.path.glob(f"{_DAMAGED}step-*")):
             raise CheckpointError(
                 f"{self.path} holds only damaged checkpoints ({', '.join(path.name for path in damaged[-3:])}):"
                 " copy an undamaged one there, or start a new run with another --run-dir or --checkpoint-dir"
             )
         return None
+
+    def set_aside(self, path: Path, reason: str) -> None:
+        """Rename a damaged checkpoint, and warn."""
+        aside = _free_name(path.with_name(_DAMAGED + path.name))
+        try:
+            path.rename(aside)
+            where = f"set aside as {aside.name}"
+        except OSError as error:
+            where = f"left where it is ({error.strerror})"
+        step = int(path.name.removeprefix("step-"))
+        self._warn(f"{reason}; step {step} is {where}, an older checkpoint is used if there is one")
 
     def bytes_needed(self, target: Path) -> int:
         """Return the bytes that a save needs: the size of the newest checkpoint or of the failed save, whichever is
@@ -150,15 +162,6 @@ class CheckpointDirectory:
     def _manifests(self) -> list[Manifest]:
         return [info.manifest for info in list_checkpoints(self.path) if info.manifest is not None]
 
-    def _set_aside(self, info: CheckpointInfo, reason: str) -> None:
-        aside = _free_name(info.path.with_name(_DAMAGED + info.path.name))
-        try:
-            info.path.rename(aside)
-            where = f"set aside as {aside.name}"
-        except OSError as error:
-            where = f"left where it is ({error.strerror})"
-        self._warn(f"{reason}; step {info.step} is {where}, an older checkpoint is used if there is one")
-
     def _tidy(self) -> None:
         """Remove what a killed save left and restore a checkpoint that was being replaced. Runs once per process."""
         if self._is_tidy or not self.path.is_dir():
@@ -181,25 +184,27 @@ def kept(infos: list[CheckpointInfo], keep_latest_k: int, keep_best: bool) -> li
     return [*infos[-keep_latest_k:], *([best] if best is not None else [])]
 
 
-def open_verified(path: Path) -> Path:
-    """Return the absolute path of the checkpoint that `path` means (see `resolve`) after verifying every byte.
+def open_verified(path: Path, check: Callable[[Path], object] = verify) -> Path:
+    """Return the absolute path of the checkpoint that `path` means (see `resolve`) after `check`, which verifies every byte.
 
     Raises CheckpointError if it is missing or damaged. The message names a sound checkpoint beside it if there is one.
     """
     checkpoint = resolve(path).absolute()
     try:
-        verify(checkpoint)
+        check(checkpoint)
     except NewerFormatError:
         raise
     except CheckpointError as error:
-        others = [info for info in list_checkpoints(checkpoint.parent) if info.path != checkpoint and not info.problem]
-        hint = (
-            f"another checkpoint, whose files have the right sizes, is {others[-1].path}"
-            if others
-            else "there is no other checkpoint in its directory"
-        )
-        raise CheckpointError(f"{error}; {hint}") from None
+        raise CheckpointError(f"{error}; {beside(checkpoint)}") from None
     return checkpoint
+
+
+def beside(checkpoint: Path) -> str:
+    """Return words about the sound checkpoints in the directory of a damaged one."""
+    others = [info for info in list_checkpoints(checkpoint.parent) if info.path != checkpoint and not info.problem]
+    if not others:
+        return "there is no other checkpoint in its directory"
+    return f"another checkpoint, whose files have the right sizes, is {others[-1].path}"
 
 
 def _discard(path: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,12 @@ from distributed.errors import CheckpointError
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 1 << 20  # stays in the processor's cache between the read and the digest
 _LONGEST_NAME = 1000
 _NAME = re.compile(r"step-(\d{8,})")
+_PIECE = re.compile(
+    r"-(\d{5})-of-(\d{5})\."
+)  # the number of a rank, from 1, and the number of ranks, in the name of a file
 _SEAL = b',\n "xxh3_128": "'
 
 
@@ -131,7 +134,13 @@ def verify(path: Path) -> Manifest:
     reason.
     """
     manifest = inspect(path)
-    for name, record in manifest.files.items():
+    verify_files(path, manifest.files)
+    return manifest
+
+
+def verify_files(path: Path, files: Mapping[str, FileRecord]) -> None:
+    """Read every byte of some files of a checkpoint. Raises CheckpointError with the first bad file and the reason."""
+    for name, record in files.items():
         try:
             if name.endswith(".safetensors"):
                 check_header(path / name)
@@ -139,7 +148,27 @@ def verify(path: Path) -> Manifest:
                 raise _damaged(path, name, "does not have the content that was saved (digest differs)")
         except OSError as error:
             raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
-    return manifest
+
+
+def part_to_verify(
+    files: Mapping[str, FileRecord], readers: Sequence[int], rank: int, world_size: int
+) -> dict[str, FileRecord]:
+    """Return the files that `rank` verifies if the ranks `readers` verify a checkpoint together.
+
+    Each file has one reader. A piece that rank i of `world_size` ranks has saved is verified by rank i, which also loads it. Other
+    files go to the rank with the fewest bytes, the largest file first.
+    """
+    if rank not in readers:
+        return {}
+    loads, mine = dict.fromkeys(readers, 0), {}
+    for name, record in sorted(files.items(), key=lambda item: (not _PIECE.search(item[0]), -item[1].bytes, item[0])):
+        piece = _PIECE.search(name)
+        own = int(piece[1]) - 1 if piece and int(piece[2]) == world_size else None
+        reader = own if own in loads else min(loads, key=lambda each: (loads[each], each))
+        loads[reader] += record.bytes
+        if reader == rank:
+            mine[name] = record
+    return mine
 
 
 def inspect(path: Path) -> Manifest:

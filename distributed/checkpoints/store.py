@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import functools
 import importlib.metadata
 import json
@@ -16,18 +17,21 @@ from typing import Any, Protocol
 
 from distributed.checkpoints.agreement import Agreement, Ranks
 from distributed.checkpoints.copies import Copies
-from distributed.checkpoints.directory import CheckpointDirectory, open_verified, stage_of
-from distributed.checkpoints.durable import size_text, sync, write_file
+from distributed.checkpoints.directory import CheckpointDirectory, beside, open_verified, stage_of
+from distributed.checkpoints.durable import digests_of_written, size_text, sync, write_file
 from distributed.checkpoints.manifest import (
     MANIFEST,
     FileRecord,
     Manifest,
     NewerFormatError,
     file_digest,
+    inspect,
+    part_to_verify,
     read_manifest,
     step_name,
     summary_of_frozen,
     verify,
+    verify_files,
 )
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
 from distributed.checkpoints.objects import Objects, unusable
@@ -42,6 +46,7 @@ from distributed.state import OnEvent, TrainState, WorkerContext
 __all__ = ["CheckpointStore", "read_state"]
 
 _OPENED = ".opened"  # directory beside the checkpoints for one that was downloaded to start from
+Written = Mapping[Path, tuple[int, str]]  # bytes and digest of the files that this rank has written
 
 
 class Stored(Protocol):
@@ -165,11 +170,20 @@ class CheckpointStore:
     def find(self) -> Path | None:
         """Return the newest checkpoint of the directory that verifies, or None, on every rank. Every rank must call it.
 
-        Damaged checkpoints that are newer are set aside as `damaged-step-...`, each with one warning. Remains of a
-        killed save are removed, so no other run may be writing to this directory. Raises CheckpointError if only
+        Each rank reads a part of the files. Damaged checkpoints that are newer are set aside as `damaged-step-...`, each with one
+        warning. Remains of a killed save are removed, so no other run may be writing to this directory. Raises CheckpointError if only
         damaged checkpoints are left, ResourceError if object storage, which may have a newer one, does not answer.
         """
-        name = self._agreement.on_main(self._newest)
+        while (name := self._agreement.on_main(self._newest)) is not None:
+            path = self.directory / name
+            try:
+                self._verify(path)
+                break
+            except CheckpointError as error:
+                problem = str(error)
+            self._agreement.on_main(lambda: self._files.set_aside(path, problem))  # noqa: B023
+        if self._mirror is not None:
+            self._mirror.notify()  # an earlier attempt may have ended before its uploads
         return None if name is None else self.directory / name
 
     def stored_elsewhere(self) -> bool:
@@ -204,7 +218,13 @@ class CheckpointStore:
         Every rank must call it. Raises CheckpointError if it is missing or damaged. Another checkpoint is never used in
         its place.
         """
-        return Path(self._agreement.on_main(lambda: str(self._open(path))))
+        opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
+        try:
+            self._verify(opened)
+        except CheckpointError as error:
+            hint = self._agreement.on_main(lambda: beside(opened))
+            raise CheckpointError(f"{error}; {hint}") from None
+        return opened
 
     def load(self, path: Path) -> TrainState:
         """Load the checkpoint `path`, from `find` or `open`, into the backend and return the training state.
@@ -223,20 +243,46 @@ class CheckpointStore:
         if self._agreement.on_main(lambda: self._begin(target, state, best_value)):
             if self._copies.away():  # an earlier attempt may have left files there
                 self._agreement.on_all(lambda: self._copies.clear(stage_of(target)))
-            extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
+            with digests_of_written() as written:
+                extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
             self._copies.gather(stage_of(target))
-            self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value))
+            known = self._known_digests(stage_of(target), written)
+            self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value, known))
+
+    def _known_digests(self, stage: Path, written: Written) -> dict[str, tuple[int, str]]:
+        """Return the sizes and digests of the files that all ranks wrote into `stage`, by name. A collective.
+
+        Files that were sent between nodes are left out, because the main process has to read what has arrived.
+        """
+        is_away = self.context.rank in self._copies.away()
+        mine = {} if is_away else {name: list(record) for name, record in _below(stage, written).items()}
+        parts = self._agreement.world.gather(mine)
+        return {name: (int(size), digest) for part in parts for name, (size, digest) in part.items()}
+
+    def _verify(self, path: Path) -> None:
+        """Read every byte of a checkpoint, each rank a part of the files. A collective.
+
+        Raises CheckpointError, on every rank, with a bad file and the reason.
+        """
+        away = self._copies.away_from(path)
+        readers = [rank for rank in range(self.context.world_size) if rank not in away]
+        self._agreement.on_all(lambda: self._verify_part(path, readers))
+
+    def _verify_part(self, path: Path, readers: list[int]) -> None:
+        if (rank := self.context.rank) in readers:
+            files = read_manifest(path).files
+            verify_files(path, part_to_verify(files, readers, rank, self.context.world_size))
 
     def _warn(self, text: str) -> None:
         self.on_event({"kind": "warning", "message": text})
 
     def _newest(self) -> str | None:
-        """Return the name of the newest checkpoint, after downloading it if only object storage has it."""
+        """Return the name of the newest checkpoint, after downloading it if only object storage has it. Its digests are not checked."""
         if self._mirror is None:
-            return self._files.newest_verified()
+            return self._files.newest()
         here, damaged = None, None
         try:
-            here = self._files.newest_verified()
+            here = self._files.newest()
         except NewerFormatError:
             raise
         except CheckpointError as error:  # only damaged ones are left here
@@ -251,12 +297,11 @@ class CheckpointStore:
             found = here
         if found is None and damaged is not None:
             raise damaged
-        self._mirror.notify()  # an earlier attempt may have ended before its uploads
         return found
 
     def _open(self, path: Path | str) -> Path:
         if not is_address(path):
-            return open_verified(Path(path))
+            return open_verified(Path(path), inspect)
         into = (self.directory / _OPENED).absolute()
         shutil.rmtree(into, ignore_errors=True)
         return fetch_newest(check_address("resume_from_checkpoint", path), into)
@@ -275,12 +320,21 @@ class CheckpointStore:
         return True
 
     def _commit(
-        self, target: Path, state: TrainState, extra: Any, config: Mapping[str, Any], best_value: float | None
+        self,
+        target: Path,
+        state: TrainState,
+        extra: Any,
+        config: Mapping[str, Any],
+        best_value: float | None,
+        known: Mapping[str, tuple[int, str]],
     ) -> None:
         stage = stage_of(target)
-        write_state(stage, state, extra)
+        with digests_of_written() as written:
+            write_state(stage, state, extra)
+        known = {**known, **_below(stage, written)}
         everything = sorted(stage.rglob("*"))
-        records = {str(path.relative_to(stage)): _seal_file(path) for path in everything if path.is_file()}
+        names = {str(path.relative_to(stage)): path for path in everything if path.is_file()}
+        records = {name: _seal_file(path, known.get(name)) for name, path in names.items()}
         frozen = summary_of_frozen(extra.get("frozen"))
         manifest = self._manifest(state, config, best_value, records, frozen).to_bytes()
         write_file(stage / MANIFEST, [manifest], len(manifest))
@@ -355,9 +409,20 @@ class CheckpointStore:
         return state
 
 
-def _seal_file(path: Path) -> FileRecord:
-    sync(path)
-    return FileRecord(path.stat().st_size, file_digest(path))
+def _below(stage: Path, written: Written) -> dict[str, tuple[int, str]]:
+    """Return the records of the files below `stage` by their names."""
+    return {str(path.relative_to(stage)): record for path, record in written.items() if path.is_relative_to(stage)}
+
+
+def _seal_file(path: Path, written: tuple[int, str] | None) -> FileRecord:
+    """Return the record of a file. One that `write_file` has written is on the disk, and its digest is known."""
+    size = path.stat().st_size
+    if written is None:
+        sync(path)
+        return FileRecord(size, file_digest(path))
+    if size != written[0]:
+        raise OSError(errno.EIO, f"{path.name} has {size} bytes, {written[0]} were written")
+    return FileRecord(*written)
 
 
 def _versions() -> dict[str, str]:

@@ -65,6 +65,34 @@ def test_trainer_and_hand_written_loop_end_in_identical_weights(run_python, work
         assert float(p10.split()[0]) < 1.5, done.output  # of the hand-written loop's CPU: about 0.85 (mlp), 0.98 (gpt)
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ["single", "1"],
+        pytest.param(["fsdp", "2"], marks=pytest.mark.full),
+        pytest.param(["pytorch-ddp", "2"], marks=pytest.mark.full),
+    ],
+)
+def test_every_way_to_save_is_compared(run_python, kind, tmp_path):
+    flags = ["--megabytes", "8", "--rounds", "1", "--backend", kind[0], "--processes", kind[1]]
+    done = run_python([str(BENCHMARKS / "checkpoint.py"), *flags], timeout=240, cwd=tmp_path)
+
+    assert done.returncode in (0, 1), done.output  # 1: a goal was missed, which 8 MB say nothing about
+    rows = rows_of(done.stdout)
+    for name in (
+        "our save",
+        "our resume",
+        "torch.save + fsync",
+        "torch.load",
+        "DCP save",
+        "DCP async_save, blocked",
+        "memcpy, again",
+    ):
+        assert float(rows[name][0]) >= 0, done.output
+    assert rows["raw write + fsync"][1] == "1.00 (1.00-1.00)"
+    assert float(rows["our save"][3]) < 64, done.output
+
+
 @pytest.fixture
 def benchmark_modules(monkeypatch):
     monkeypatch.syspath_prepend(BENCHMARKS)

@@ -74,6 +74,9 @@ class OneOf:
     def broadcast(self, value: Any, src: int = 0) -> Any:
         return self.threads.share(self.rank, value)[src]
 
+    def gather(self, value: Any) -> list[Any]:
+        return self.threads.share(self.rank, value)
+
     def key_value_store(self) -> Threads:
         return self.threads
 
@@ -188,6 +191,43 @@ def test_files_and_directories_are_synced_before_the_rename_and_the_parent_after
     assert max(synced) < commit < at["fsync", "c"]
     assert at["fsync", f"{stage}/manifest.json"] > max(at["fsync", f"{stage}/{name}"] for name in files[:3])
     assert at["fsync", "."] < commit  # the new directory of checkpoints itself
+
+
+def test_digests_come_from_the_writes_of_each_rank_and_only_other_files_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(checkpoint, "file_digest", lambda path: read.append(path.name) or manifest.file_digest(path))
+    threads = Threads(2)
+    ranks = [rig(tmp_path, rank, threads) for rank in range(2)]
+    ranks[1].backend.before_save = lambda: (tmp_path / ".tmp-step-00000001" / "own.bin").write_bytes(b"of the engine")
+    with ThreadPoolExecutor(2) as pool:
+        paths = list(pool.map(lambda each: each.save(1), ranks))
+    assert read == ["own.bin"]
+    assert set(verify(paths[0]).files) == {
+        "state.json", "model/model.safetensors", "rng/rank-0.safetensors", "rng/rank-1.safetensors", "own.bin"
+    }  # fmt: skip
+
+
+def test_what_changes_between_the_write_and_the_commit_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, real = rig(tmp_path), checkpoint.write_state
+
+    def damage(change: Callable[[Path], None]) -> None:
+        def write_state(stage: Path, *args: Any) -> None:
+            real(stage, *args)
+            change(stage)
+
+        monkeypatch.setattr(checkpoint, "write_state", write_state)
+
+    damage(_flip)
+    path = one.save(1)
+    with pytest.raises(CheckpointError, match="digest differs"):
+        verify(path)
+    damage(_truncate)
+    assert one.save(2) is None
+    assert "has 100 bytes" in one.events[-1]["cause"]
 
 
 @pytest.mark.parametrize("code", [28, 5], ids=["ENOSPC", "EIO"])
@@ -612,6 +652,57 @@ def test_every_rank_saves_its_part_and_finds_the_same(tmp_path: Path) -> None:
     _truncate(path)
     _, results = _on_ranks(tmp_path, 3, None, lambda: None, lambda one: _error_of(lambda: one.store.open(path)))
     assert all("model.safetensors" in result for result in results)
+
+
+def test_each_file_is_verified_by_one_rank_and_pieces_by_the_rank_that_loads_them() -> None:
+    sizes = {
+        "state.json": 9, "rng/rank-0.safetensors": 5, "model/model.safetensors": 500, "optimizer/optimizer.safetensors": 1000,
+        "model/model-00001-of-00003.safetensors": 70, "model/model-00003-of-00003.safetensors": 80,
+    }  # fmt: skip
+    files = {name: manifest.FileRecord(size, "") for name, size in sizes.items()}
+    for readers in ([0], [0, 1], [0, 2], [0, 1, 2]):
+        parts = {rank: manifest.part_to_verify(files, readers, rank, 3) for rank in range(3)}
+        assert sorted(name for part in parts.values() for name in part) == sorted(sizes)
+        assert [rank for rank, part in parts.items() if part] == readers
+        assert "model/model-00001-of-00003.safetensors" in parts[0]
+        assert "model/model-00003-of-00003.safetensors" in parts[2] or 2 not in readers
+    largest = [max(sum(record.bytes for record in part.values()) for part in parts.values())]
+    assert largest == [1000], "the ranks have even parts"
+
+
+def test_a_flipped_bit_anywhere_makes_all_ranks_resume_from_the_checkpoint_before(tmp_path: Path) -> None:
+    generator = random.Random(3)
+    for size in (1, 40, 5000):
+        directory = tmp_path / str(size)
+
+        def save(one: Rig) -> None:
+            one.backend.weights = bytes([1]) * size  # noqa: B023
+            one.save(1)
+            one.backend.weights = bytes([2]) * size  # noqa: B023
+            one.save(2)
+
+        _on_ranks(directory, 2, None, lambda: None, save)
+        files = sorted(f for f in (directory / "step-00000002").rglob("*") if f.is_file())
+        for file in files:
+            content = file.read_bytes()
+            for at in {0, len(content) - 1, *(generator.randrange(len(content)) for _ in range(4))}:
+                damaged = bytearray(content)
+                damaged[at] ^= 1 << generator.randrange(8)
+                file.write_bytes(damaged)
+                rigs, results = _on_ranks(directory, 2, None, lambda: None, _find_and_load)
+                assert results == [1, 1], (file, at)
+                assert [one.backend.loaded[0] for one in rigs] == [bytes([1]) * size] * 2
+                (warning,) = rigs[0].messages
+                assert file.name in warning
+                (directory / "damaged-step-00000002").rename(directory / "step-00000002")
+            file.write_bytes(content)
+        assert _on_ranks(directory, 2, None, lambda: None, _find_and_load)[1] == [2, 2]
+
+
+def _find_and_load(one: Rig) -> int:
+    found = one.store.find()
+    assert one.backend.loaded is None, "loaded before every file was verified"
+    return one.store.load(found).step
 
 
 def _error_of(action: Callable[[], Any]) -> str:
