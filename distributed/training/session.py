@@ -8,7 +8,6 @@ import dataclasses
 import itertools
 import math
 import os
-import shlex
 import signal
 import threading
 import time
@@ -29,7 +28,7 @@ from distributed.checkpoints.store import CheckpointStore
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.optimization import RateCurve, named, without_curve
 from distributed.config.plan import BatchPlan, in_effect, plan_batch
-from distributed.config.registry import backend_entry, hint_of
+from distributed.config.registry import hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
@@ -42,27 +41,22 @@ from distributed.loggers.base import LoggedFit, Tracker
 from distributed.loggers.files import media_at
 from distributed.loggers.logged import receiving
 from distributed.metrics.monitor import check_monitor, check_own_loop
-from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
 from distributed.runs.history import History
 from distributed.runs.processes import REGROUP_SIGNAL, raise_kept
-from distributed.runs.remote import push_at_end
 from distributed.runs.summary import (
     Result,
     finished_lines,
     is_stopped_by_callback,
-    read_result,
-    resume_lines,
-    resume_setting,
     started_lines,
     was_interrupted,
-    write_result,
 )
 from distributed.state import DataRole, TrainState, WorkerContext
-from distributed.training import loop
+from distributed.training import ending, loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import by_the_clock, stop_on_signals
+from distributed.training.micro_batches import largest_micro_batch, shard_to_fit
 from distributed.training.predictions import PredictionWriter, indices_of
 from distributed.training.setup import Setup
 from distributed.training.so_far import means_of_epoch
@@ -176,7 +170,8 @@ class FitSession:
         check_callbacks(backend, self.setup.callbacks)
         loggers.check_callbacks(merged, self.setup.callbacks)
         leaving.callback(self._reporter.close)
-        train, batch = self._shard_to_fit(train_data, planned, leaving)
+        limit = largest_micro_batch(self.files, is_asked=merged.config.auto_micro_batch)
+        train, batch = shard_to_fit(backend, train_data, planned, limit, leaving)
         # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
         full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
         run = self.files.open_run(in_effect(merged, full, loader_batch_size))
@@ -193,31 +188,6 @@ class FitSession:
             *self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None),
         ]
         return OpenedFit(train, shards, callbacks, store, run, found, notices)
-
-    def _shard_to_fit(
-        self, data: Any, planned: BatchPlan, leaving: contextlib.ExitStack
-    ) -> tuple[ShardedData, BatchPlan]:
-        """Divide the training data so that micro-batches fit into memory, as far as earlier attempts have found out. A collective.
-
-        Returns the data, and its batch plan.
-        """
-        limit, times = self._largest_micro_batch(), 0
-        while limit and planned.batch_size > limit:
-            planned, times = planned.halved(), times + 1
-        while True:
-            shard = self.backend.shard(data, planned, DataRole.TRAINING)
-            train = leaving.enter_context(contextlib.closing(shard))
-            if not limit or train.batch.batch_size <= limit:  # a batch sampler's items set its size
-                return train, train.batch.halved_already(times)
-            planned, times = planned.halved(), times + 1
-
-    def _largest_micro_batch(self) -> int:
-        """Return how many samples a micro-batch may have, or 0 if nothing is known. A collective."""
-        request = launched_by()
-        if not self.merged.config.auto_micro_batch or request is None:
-            return 0
-        fit = heartbeat().progress.fit
-        return self.files.on_main(lambda: RunDirectory(request.run_dir).largest_micro_batch(fit))
 
     def start(self, opened: OpenedFit) -> Fit:
         """Load the checkpoint that was found, if there is one, and open the loggers. A collective."""
@@ -277,8 +247,8 @@ class FitSession:
         fit.stop_clock()
         self._state = state
         self._show_end(fit)
-        self._deliver(fit)
-        self._offer_logs(fit)
+        ending.deliver(self, fit, self._reporter)
+        ending.offer_logs(self, fit)
         self._close_loggers(fit)
         if caller.error is not None:
             raise caller.error
@@ -362,7 +332,7 @@ class FitSession:
         if link() is None and UPLOAD_FAILED not in str(error) and (problem := fit.store.finish_uploads()):
             self._reporter({"kind": "warning", "text": problem})  # with our launcher, the launcher does this
         fit.result.write_failed(fit.state, self.checkpoint, error)
-        self._write_report(fit)
+        ending.write_report(fit, self.context, self._reporter)
         _close_all(fit.callbacks)
 
     def _close_loggers(self, fit: Fit) -> None:
@@ -520,59 +490,15 @@ class FitSession:
             fit.run.event(name, step=fit.state.step, **detail)
 
     def _show_end(self, fit: Fit) -> None:
-        status, event, detail = _end_of(fit.state, self.context.world_size)
+        status, event, detail = ending.end_of(fit.state, self.context.world_size)
         fit.result.write(status, fit.state, self.checkpoint)
         self._event(fit, event, **detail)
         if not self.context.is_main_process or status == "running":
             return
-        self._write_report(fit)
-        self._reporter({"kind": "finished", "lines": [*finished_lines(fit.run, fit.state), *self._resume_lines(fit)]})
-
-    def _deliver(self, fit: Fit) -> None:
-        """Send the result and its checkpoint to the other nodes, where the process that called `fit` reads them. A collective."""
-        request = launched_by()
-        is_shared = backend_entry(self.setup.plan.backend).places_workers  # its nodes share the run directory
-        if request is None or request.payload is None or request.num_nodes == 1 or is_shared:
-            return
-        try:
-            here = fit.store.deliver(self.checkpoint) if self.checkpoint is not None else None
-        except OSError as error:
-            self._reporter({"kind": "warning", "text": f"the weights could not be sent to the other nodes: {error}"})
-            return
-        content = self.files.on_main(lambda: read_result(fit.run.path / "result.json"))
-        if content is not None and not self.context.is_main_process and self.context.local_rank == 0:
-            where = None if here is None else os.path.relpath(here, fit.run.path)
-            write_result(fit.run.path / "result.json", {**content, "checkpoint": where})
-
-    def _offer_logs(self, fit: Fit) -> None:
-        """Tell the launcher of each node if all nodes share the user's checkpoint directory: logs go through it. A collective."""
-        channel = link()
-        is_users_own = fit.store.directory != fit.run.checkpoints
-        if channel is None or self.setup.plan.num_nodes == 1 or not is_users_own or not fit.store.is_shared():
-            return
-        if self.context.local_rank == 0:
-            channel.send({"kind": "shares", "directory": str(fit.store.directory.absolute())})
-
-    def _resume_lines(self, fit: Fit) -> list[str]:
-        """Return the lines that say how to resume after a signal. Return none if our launcher shows them."""
-        if not was_interrupted(fit.state) or link() is not None or self.checkpoint is None:
-            return []
-        if self.setup.handover is not None:  # `distributed train` under a foreign launcher
-            return [resume_lines(f"the same command with --run-dir {shlex.quote(str(fit.run.path))} --resume")]
-        return [resume_lines(resume_setting(self.checkpoint))]
-
-    def _write_report(self, fit: Fit) -> None:
-        """Write the report of the run. Called on all ranks; the main process writes.
-
-        If our launcher started the run, the launcher writes the report later, because it knows how the run ended. A logger that
-        uploads files needs a report before that. Without our launcher, the main process also copies the run directory to object
-        storage, if it has a copy there.
-        """
-        is_sent = any(isinstance(callback, Tracker) for callback in fit.callbacks)
-        if self.context.is_main_process and (is_sent or link() is None):
-            write_reports_at_end(fit.run, lambda text: self._reporter({"kind": "notice", "text": text}))
-        if self.context.is_main_process and link() is None and (problem := push_at_end(fit.run.path)):
-            self._reporter({"kind": "warning", "text": problem})
+        ending.write_report(fit, self.context, self._reporter)
+        self._reporter(
+            {"kind": "finished", "lines": [*finished_lines(fit.run, fit.state), *ending.lines_to_resume(self, fit)]}
+        )
 
     # ------------------------------------------------------------------ evaluate, predict, average, save
 
@@ -690,15 +616,6 @@ class FitSession:
             backend.prepare(without_curve(job), batch)
         backend.unwrap()
         backend.configure(merged)
-
-
-def _end_of(state: TrainState, world_size: int) -> tuple[str, str, dict[str, Any]]:
-    """Return the status that result.json gets at the end of a fit, and the event with its details."""
-    if state.stop_reason == f"signal {int(REGROUP_SIGNAL)}":  # the launcher starts other workers, and the run goes on
-        return "running", "regrouped", {"world_size": world_size}
-    if was_interrupted(state):
-        return "interrupted", "preempted", {"signal": int(str(state.stop_reason).split()[1])}
-    return "finished", "finished", {"epoch": state.epoch_in_words, "stop_reason": state.stop_reason}
 
 
 def _close_all(callbacks: Sequence[Callback]) -> None:

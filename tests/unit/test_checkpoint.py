@@ -24,6 +24,7 @@ import pytest
 
 from distributed.backends.world import OneProcess
 from distributed.checkpoints import durable, manifest
+from distributed.checkpoints import store as checkpoint
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve, verify
 from distributed.checkpoints.store import CheckpointStore, read_state
