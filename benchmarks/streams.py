@@ -162,7 +162,7 @@ def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=16_384, help="samples that each rank uses")
-    parser.add_argument("--long", type=int, default=10_000_000, help="samples of the stream that is resumed")
+    parser.add_argument("--long", type=int, default=1_000_000, help="samples of the stream that is resumed")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     rows, goals = cpu_times(options.samples, options.rounds)
