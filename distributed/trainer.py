@@ -324,11 +324,9 @@ class Trainer:
             ConfigError: `out` exists, or the files cannot hold an output, which the error names.
         """
         self._refuse_several("predict() calls one model: call trainer.model[NAME] on the inputs")
-        if out is not None:
-            return self._fits.open_session().predict_to(out, data, force=force)
-        if force:
+        if force and out is None:
             raise ConfigError("force=True has no effect without out=: name the directory, or drop force")
-        return self._fits.open_session().predict(data)
+        return self._fits.open_session().predict(data, out, force=force)
 
     def metric_average(self, value: Any, name: str = "metric") -> float:
         """Return the mean of `value` over all ranks. Every rank must call it.

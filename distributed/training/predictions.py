@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from distributed.backends.base import Backend
 from distributed.backends.parts import Fields, has_rows, mapped, num_bytes
+from distributed.backends.world import World
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.arrays import Arrays, reader
 from distributed.checkpoints.durable import replace_file
@@ -62,7 +64,7 @@ class PredictionWriter:
             self._agreement.on_all(self._raise)
         self._num_batches += 1
 
-    def finish(self, world: Any, *, is_by_rank: bool) -> Path:
+    def finish(self, world: World, *, is_by_rank: bool) -> Path:
         """Write what is left, and then the manifest, without which the directory is not complete. Return the directory.
 
         `is_by_rank` says that indices count the samples of each rank from 0.
@@ -103,6 +105,37 @@ class PredictionWriter:
             raise self._error
 
 
+def write_outputs(
+    path: str | os.PathLike[str],
+    outputs: Iterator[tuple[int, Any, int]],
+    backend: Backend[Any],
+    *,
+    timeout_s: float,
+    is_by_rank: bool,
+    force: bool,
+) -> Path:
+    """Write what `outputs` yields into a directory, and return the directory. A collective.
+
+    Args:
+        path: the directory.
+        outputs: yields (position of the first sample over all ranks, result of `predict_step`, number of samples of this rank).
+        backend: the backend, after `setup`.
+        timeout_s: how long a rank waits for the others.
+        is_by_rank: whether each rank has samples of its own, which come rank by rank.
+        force: whether to replace outputs in `path`.
+    """
+    import numpy
+
+    world, rank, used = backend.world, backend.world.rank, 0
+    writer = PredictionWriter(path, world.context, Agreement(world, timeout_s), force=force)
+    for position, value, count in outputs:
+        first, step = (used, 1) if is_by_rank else (position + rank, world.world_size)
+        indices = numpy.arange(first, first + count * step, step, dtype=numpy.int64)
+        used += count
+        writer.add(backend.join_outputs([[(0, rank, value)]]) if count else None, indices)
+    return writer.finish(world, is_by_rank=is_by_rank)
+
+
 def load_predictions(path: str | os.PathLike[str]) -> Any:
     """Return the outputs that `Trainer.predict(data, out=path)` has written, in the order of the samples.
 
@@ -133,13 +166,6 @@ def load_predictions(path: str | os.PathLike[str]) -> Any:
     if not numpy.array_equal(numpy.sort(order), numpy.arange(sum(content["samples"]))):
         raise CheckpointError(f"{directory} does not hold each sample once: run predict again")
     return _joined([(piece.value, len(piece.indices)) for piece in pieces], numpy.argsort(order))
-
-
-def indices_of(first: int, step: int, count: int) -> Any:
-    """Return `count` indices from `first` on, as an array [count]."""
-    import numpy
-
-    return numpy.arange(first, first + count * step, step, dtype=numpy.int64)
 
 
 def _name(rank: int, number: int) -> str:

@@ -57,7 +57,7 @@ from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import by_the_clock, stop_on_signals
 from distributed.training.micro_batches import largest_micro_batch, shard_to_fit
-from distributed.training.predictions import PredictionWriter, indices_of
+from distributed.training.predictions import write_outputs
 from distributed.training.setup import Setup
 from distributed.training.so_far import means_of_epoch
 from distributed.training.validation import Validation, evaluate, evaluation_batch, sets_of, shard_of
@@ -515,34 +515,29 @@ class FitSession:
             return evaluate(self.backend, sharded, self._enter_batch) or {}
 
     @hinted()
-    def predict(self, data: Any) -> Any:
-        mine = [(number, self.context.rank, outputs) for number, _, outputs, count in self._outputs_of(data) if count]
+    def predict(self, data: Any, out: str | os.PathLike[str] | None = None, *, force: bool = False) -> Any:
+        outputs = self._outputs_of(data)
+        if out is not None:
+            config = self.merged.config
+            is_by_rank = bool(config.options("data").presharded)
+            return write_outputs(
+                out, outputs, self.backend, timeout_s=config.timeout_s, is_by_rank=is_by_rank, force=force
+            )
+        mine = [(number, self.context.rank, value) for number, (_, value, count) in enumerate(outputs) if count]
         return self.backend.join_outputs(self.backend.world.gather(mine))
 
-    @hinted()
-    def predict_to(self, out: str | os.PathLike[str], data: Any, *, force: bool) -> Path:
-        backend, rank, world_size = self.backend, self.context.rank, self.context.world_size
-        agreement = Agreement(backend.world, self.merged.config.timeout_s)
-        writer = PredictionWriter(out, self.context, agreement, force=force)
-        is_by_rank, used = bool(self.merged.config.options("data").presharded), 0
-        for _, position, outputs, count in self._outputs_of(data):
-            first, step = (used, 1) if is_by_rank else (position + rank, world_size)
-            used += count
-            writer.add(backend.join_outputs([[(0, rank, outputs)]]) if count else None, indices_of(first, step, count))
-        return writer.finish(backend.world, is_by_rank=is_by_rank)
-
-    def _outputs_of(self, data: Any) -> Iterator[tuple[int, int, Any, int]]:
-        """Yield (number, position, outputs of this rank, number of its samples) of each update batch. Each is a collective."""
+    def _outputs_of(self, data: Any) -> Iterator[tuple[int, Any, int]]:
+        """Yield (position, outputs of this rank, number of its samples) of each update batch. Each is a collective."""
         backend = self.backend
         with (
             backend.own_generators(),
             backend.as_trained(),
             contextlib.closing(self._sharded(data, DataRole.PREDICTION)) as sharded,
         ):
-            for number, update_batch in enumerate(sharded.epoch(0)):
+            for update_batch in sharded.epoch(0):
                 (micro,) = update_batch.micro_batches
                 self._enter_batch()
-                yield number, update_batch.position, backend.predict_step(micro), micro.num_samples
+                yield update_batch.position, backend.predict_step(micro), micro.num_samples
 
     def _names_of_metrics(self) -> list[str]:
         """Return the names of metrics that are known before the first step."""

@@ -154,8 +154,7 @@ def test_the_limit_of_a_validation_and_drop_last_count_samples_of_all_ranks() ->
         assert list(map(len, used(DataLoader(Skipping(50), 12, drop_last=True), world))) == [12] * 4
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 0), (2, 2), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_a_resume_continues_at_the_states_of_the_parts(world: int, workers: int) -> None:
     def make() -> Any:
         return DataLoader(Telling(200), 4, num_workers=workers) if workers else Telling(200)
@@ -328,3 +327,21 @@ def test_presharded_data_continues_on_each_rank_and_refuses_another_number_of_ra
     part.seek(cursor)
     with pytest.raises(ConfigError, match="2 processes read, and this run has 3, whose parts differ: resume with 2"):
         next(part.epoch(0, cursor["samples"]))
+
+
+def test_presharded_batches_are_read_again_and_refuse_another_number_of_ranks() -> None:
+    def make(rank: int) -> Any:
+        return DataLoader(list(torch.arange(16 * rank, 16 * rank + 16).split(4)), batch_size=None)
+
+    whole = groups_of_ranks([make(0), make(1)], plan(2, 4), per_rank=True, presharded=True)
+
+    def resume(rank: int, reduce: Any) -> list[Any]:
+        part = sharded(make(rank), plan(2, 4), rank, reduce, presharded=True)
+        part.seek({"epoch": 0, "samples": 16, "ranks": [{"epoch": 0, "samples": 8, "data": None}] * 2})
+        return [update.micro_batches[0].batch.tolist() for update in part.epoch(0, 16)]
+
+    assert on_ranks(2, resume) == [[u.micro_batches[0].batch.tolist() for u in each[2:]] for each in whole]
+    part = sharded(make(0), plan(1, 4), presharded=True)
+    part.seek({"epoch": 0, "samples": 16, "ranks": [{"epoch": 0, "samples": 8, "data": None}] * 2})
+    with pytest.raises(ConfigError, match="2 processes read, and this run has 1"):
+        next(part.epoch(0, 16))

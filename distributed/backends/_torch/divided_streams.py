@@ -116,8 +116,7 @@ class DividedStream(ShardedData):
         sought, self._sought = self._sought, {}
         if (sought.get("epoch"), sought.get("samples")) != (epoch, skip):
             return {}
-        ranks = sought.get("ranks", [sought])
-        parts = [part for each in ranks if each is not None for part in each.get("parts", ())]
+        parts = [part for each in sought.get("ranks", [sought]) if each is not None for part in each.get("parts", ())]
         return {(index, count): (at, state) for index, count, at, state in parts}
 
     def _pieces(

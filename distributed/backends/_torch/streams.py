@@ -277,7 +277,7 @@ class PreshardedData(ShardedData):
     num_samples = None
 
     def __init__(self, local: ShardedData, batch: BatchPlan, rank: int, name: str, reduce: Reduce) -> None:
-        self.batch, self.has_own_cursor = batch, not isinstance(local, WholeBatches)
+        self.batch, self.has_own_cursor = batch, True
         self._local, self._rank, self._name, self._reduce = local, rank, name, reduce
         self._sought: Mapping[str, Any] = {}
         self._epoch, self._used = (
@@ -342,7 +342,7 @@ class PreshardedData(ShardedData):
                 f" this run has {world}, whose parts differ: resume with {len(ranks)} processes, or from a checkpoint at the end of"
                 " an epoch"
             )
-        if any(each is None for each in ranks):
+        if isinstance(self._local, WholeBatches) or any(each is None for each in ranks):
             return 0, 0
         self._local.seek(ranks[self._rank]["data"])
         return skip, int(ranks[self._rank]["samples"])
