@@ -153,6 +153,27 @@ def test_a_launcher_that_ended_without_a_last_word_is_named(tmp_path: Path) -> N
     )
 
 
+def test_a_lost_connection_is_not_the_cause_if_another_node_has_one(tmp_path: Path) -> None:
+    lost = {
+        "rank": 0,
+        "node": 0,
+        "cause": "rank 0 on node 0 (a) lost the connection to another rank",
+        "then": "restarting",
+    }
+    again = ("restarted", {}), started(1, 30), ("finished", {})
+    run = made(
+        tmp_path / "run",
+        started(),
+        ("worker_failed", lost),
+        ("worker_failed", {**KILLED, "node": 1}),
+        *again,
+        status="finished",
+    )
+    assert "failed once before, last: rank 1 was killed" in said(run) and "then restarted once, from step 30" in said(
+        run
+    )
+
+
 def test_failed_saves_and_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     lost = ("save_failed", {"step": 4, "checkpoint": "step-00000004", "cause": "No space left on device"})
     run = made(tmp_path / "run", started(), lost, ("finished", {}), status="finished")
