@@ -96,17 +96,12 @@ class Why:
     launcher: str
     fix: str
 
-    @property
-    def step(self) -> int:
-        """The step at which the run ended or failed, or the last one that is known."""
-        return self.state.step
-
 
 def read_why(path: Path) -> Why:
     """Return what became of the run in `path`. Raises ConfigError if that is no run, or has a file that no run can have written."""
     state, run = read_state_of(path), RunDirectory(path)
     try:
-        events = _this_launch(run.read_events())
+        events = _this_launch(run, run.read_events())
     except OSError as error:
         raise ConfigError(f"{error.filename!r} cannot be read ({error.strerror}): check its permissions") from None
     failures = _failures(events)
@@ -129,18 +124,30 @@ def read_why(path: Path) -> Why:
     )  # fmt: skip
 
 
-def _this_launch(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _this_launch(run: RunDirectory, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events since the run was started by a command for the last time, or since its last fit began.
 
-    A launch begins with `started` without a restart, or with the first event after an end.
+    Each launch writes the lock anew. In a copy of a run, whose lock is newer than all events, a launch begins with `started`
+    without a restart, or with the first failure after an end.
     """
-    begin, is_over = 0, False
-    for index, event in enumerate(events):
+    begun = _locked_at(run)
+    recent = [event for event in events if event["time"] >= begun] if begun else []
+    begin, end = 0, ""
+    for index, event in enumerate(recent or events):
         kind = event["event"]
-        if (kind == "started" and not event.get("restart_count")) or (is_over and kind in (*_FAILURES, *_ENDS)):
+        is_another = kind in (*_FAILURES, *_ENDS) and (end in _ENDS or (end in _FAILURES and not recent))
+        if (kind == "started" and not event.get("restart_count")) or is_another:
             begin = index
-        is_over = kind in _ENDS or (kind in _FAILURES and not _goes_on(event))
-    return events[begin:]
+        end = kind if kind in _ENDS or (kind in _FAILURES and not _goes_on(event)) else ""
+    return (recent or events)[begin:]
+
+
+def _locked_at(run: RunDirectory) -> float:
+    """Return when the last launch took the lock, in seconds since the epoch, or 0 if that is not known."""
+    try:
+        return (run.path / ".lock").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _failures(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
