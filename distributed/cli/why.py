@@ -129,7 +129,7 @@ def _then(found: Why) -> str:
     last = found.problem.then if found.problem is not None else ""
     if last.startswith("restarting") and found.num_restarts >= found.num_failures:
         last = ""  # it has been done
-    return "; ".join(each for each in (restarted, last) if each)
+    return "; ".join(each for each in (*found.nodes, restarted, last) if each)
 
 
 def _saves(found: Why) -> str:
@@ -174,6 +174,7 @@ def _as_json(found: Why) -> dict[str, Any]:
         "run": str(state.path), "status": state.status, "verdict": found.verdict, "step": state.step, "epoch": state.epoch,
         "problem": None if problem is None else dataclasses.asdict(problem), "num_failures": found.num_failures,
         "num_restarts": found.num_restarts, "resumed_at": list(found.resumed_at), "failed_saves": list(found.failed_saves),
-        "damaged": list(found.damaged), "stopped_by": found.stopped_by, "stop_reason": found.stop_reason, "silent_s": found.silent_s,
+        "nodes": list(found.nodes), "damaged": list(found.damaged), "stopped_by": found.stopped_by, "stop_reason": found.stop_reason,
+        "silent_s": found.silent_s,
         "notice": found.notice, "launcher": found.launcher, "checkpoint": state.checkpoint, "fix": found.fix, "time": time.time(),
     }  # fmt: skip

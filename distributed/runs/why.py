@@ -27,6 +27,7 @@ _ENDS = ("finished", "preempted")
 _HANG_TIMEOUT_S = 60.0  # the default of `hang_timeout`
 _SLOW = 10  # how much longer a start may take
 _USUAL = 5  # how many times as long as the median time between two log lines a run may be silent
+_CONSEQUENCE = "lost the connection to another rank"  # in the cause of a failure that only says that another rank has ended
 _LONG = 4  # lines of a cause
 _TAIL_BYTES = 64 * 1024
 _MOST_TEXT = 4000  # characters of a text of the journal
@@ -66,6 +67,7 @@ class Why:
         num_restarts: starts of the workers after a failure in this launch.
         failed_saves: checkpoints that could not be saved, each with the cause.
         has_saved_since: whether a later save succeeded.
+        nodes: what became of nodes that were lost, such as "node 1 was lost and has joined again".
         damaged: checkpoints that were set aside because they are damaged.
         stopped_by: name of the signal that stopped the run, or "".
         stop_reason: why training ended early, or "".
@@ -84,6 +86,7 @@ class Why:
     resumed_at: Sequence[int]
     failed_saves: Sequence[str]
     has_saved_since: bool
+    nodes: Sequence[str]
     damaged: Sequence[str]
     stopped_by: str
     stop_reason: str
@@ -93,20 +96,15 @@ class Why:
     launcher: str
     fix: str
 
-    @property
-    def step(self) -> int:
-        """The step at which the run ended or failed, or the last one that is known."""
-        return self.state.step
-
 
 def read_why(path: Path) -> Why:
     """Return what became of the run in `path`. Raises ConfigError if that is no run, or has a file that no run can have written."""
     state, run = read_state_of(path), RunDirectory(path)
     try:
-        events = _this_launch(run.read_events())
+        events = _this_launch(run, run.read_events())
     except OSError as error:
         raise ConfigError(f"{error.filename!r} cannot be read ({error.strerror}): check its permissions") from None
-    failures = [event for event in events if event["event"] in _FAILURES]
+    failures = _failures(events)
     silent_s, usual_s, limit_s = _silence(run, state, events)
     verdict = _verdict(state, events, silent_s > limit_s)
     problem = _problem(run, failures[-1]) if failures else None
@@ -120,24 +118,51 @@ def read_why(path: Path) -> Why:
         state=state, verdict=verdict, problem=problem, num_failures=len(failures),
         num_restarts=sum(event["event"] == "restarted" for event in events),
         resumed_at=_resumed_at(events), failed_saves=failed, has_saved_since=bool(saves) and saves[-1]["event"] == "checkpoint_saved",
-        damaged=_damaged(run), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
+        nodes=_nodes(events), damaged=_damaged(run), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
         silent_s=silent_s, usual_s=usual_s, notice=notice if verdict == STANDING else "",
         launcher=_launcher(run), fix=_fix(problem, verdict),
     )  # fmt: skip
 
 
-def _this_launch(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _this_launch(run: RunDirectory, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the events since the run was started by a command for the last time, or since its last fit began.
 
-    A launch begins with `started` without a restart, or with the first event after an end.
+    Each launch writes the lock anew. In a copy of a run, whose lock is newer than all events, a launch begins with `started`
+    without a restart, or with the first failure after an end.
     """
-    begin, is_over = 0, False
-    for index, event in enumerate(events):
+    begun = _locked_at(run)
+    recent = [event for event in events if event["time"] >= begun] if begun else []
+    begin, end = 0, ""
+    for index, event in enumerate(recent or events):
         kind = event["event"]
-        if (kind == "started" and not event.get("restart_count")) or (is_over and kind in (*_FAILURES, *_ENDS)):
+        is_another = kind in (*_FAILURES, *_ENDS) and (end in _ENDS or (end in _FAILURES and not recent))
+        if (kind == "started" and not event.get("restart_count")) or is_another:
             begin = index
-        is_over = kind in _ENDS or (kind in _FAILURES and not _goes_on(event))
-    return events[begin:]
+        end = kind if kind in _ENDS or (kind in _FAILURES and not _goes_on(event)) else ""
+    return (recent or events)[begin:]
+
+
+def _locked_at(run: RunDirectory) -> float:
+    """Return when the last launch took the lock, in seconds since the epoch, or 0 if that is not known."""
+    try:
+        return (run.path / ".lock").stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _failures(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the cause of each attempt that failed: its first failure that is not a consequence of another one."""
+    found: list[dict[str, Any]] = []
+    is_new = True
+    for event in events:
+        if event["event"] not in _FAILURES:
+            is_new = is_new or event["event"] in ("started", "restarted", "regrouped")
+        elif is_new:
+            found.append(event)
+            is_new = False
+        elif _CONSEQUENCE in _text(found[-1].get("cause")):
+            found[-1] = event
+    return found
 
 
 def _goes_on(event: Mapping[str, Any]) -> bool:
@@ -199,6 +224,14 @@ def _signal_name(number: Any) -> str:
 def _resumed_at(events: Sequence[Mapping[str, Any]]) -> list[int]:
     """Return the step at which the workers went on after each restart."""
     return [event.get("step", 0) for event in events if event["event"] == "started" and event.get("restart_count")]
+
+
+def _nodes(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    lost: dict[str, str] = {}
+    for event in events:
+        if event["event"] in ("node_lost", "node_joined"):
+            lost[str(event.get("node", ""))] = "was lost" if event["event"] == "node_lost" else "was lost and has joined again"
+    return [f"node {node} {what}" for node, what in lost.items()]
 
 
 def _damaged(run: RunDirectory) -> list[str]:

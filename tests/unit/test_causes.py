@@ -37,6 +37,12 @@ def test_an_abort_gives_way_to_an_exception():
     assert root_cause([abort]) is abort
 
 
+def test_the_rank_that_failed_is_named_and_not_the_one_that_repeats_its_error():
+    echo = Failure(0, "error", 1.0, "TrainingError", "metric 'f1' failed", is_echo=True)
+    real = Failure(1, "error", 1.1, "TrainingError", "metric 'f1' failed")
+    assert root_cause([echo, real]) is real
+
+
 def test_the_earliest_of_two_causes_wins():
     first, second = Failure(1, "exception", 1.0, "KeyError", "a"), Failure(0, "exit", 1.1, exit_code=3)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -151,6 +152,45 @@ def test_a_launcher_that_ended_without_a_last_word_is_named(tmp_path: Path) -> N
         and "the launcher (process 4194300 on " in text
         and "it was killed (SIGKILL)" in text
     )
+
+
+def test_a_lost_connection_is_not_the_cause_if_another_node_has_one(tmp_path: Path) -> None:
+    lost = {
+        "rank": 0,
+        "node": 0,
+        "cause": "rank 0 on node 0 (a) lost the connection to another rank",
+        "then": "restarting",
+    }
+    again = ("restarted", {}), started(1, 30), ("finished", {})
+    run = made(
+        tmp_path / "run",
+        started(),
+        ("worker_failed", lost),
+        ("worker_failed", {**KILLED, "node": 1}),
+        *again,
+        status="finished",
+    )
+    assert "failed once before, last: rank 1 was killed" in said(run) and "then restarted once, from step 30" in said(
+        run
+    )
+
+
+def test_the_first_cause_of_a_launch_counts_and_not_what_ended_after_it(tmp_path: Path) -> None:
+    """The lock of a directory is written at each launch."""
+    over = {**KILLED, "node": 1, "then": "max_restarts=0"}
+    other = {"rank": 0, "node": 0, "cause": "rank 0 on node 0 (a) failed with OSError: gone", "kind": "exception"}
+    run = made(
+        tmp_path / "run",
+        started(),
+        ("worker_failed", over),
+        ("worker_failed", other),
+        ("node_failed", {"cause": "node 1 has ended"}),
+    )
+    (run / ".lock").touch()
+    os.utime(run / ".lock", (time.time(), time.time() - 60))
+    assert "rank 1 was killed" in said(run)
+    os.utime(run / ".lock", (time.time(), time.time() - 1.5))  # the last two events are of another launch
+    assert "rank 0 on node 0 (a) failed with OSError" in said(run)
 
 
 def test_failed_saves_and_damaged_checkpoints_are_named(tmp_path: Path) -> None:
