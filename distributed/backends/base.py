@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from distributed.callbacks import AVERAGED_WEIGHTS, COUNTS, GRADIENTS, SAMPLES, AveragedWeights, Callback
+from distributed.checkpoints.staging import host_memory
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
@@ -261,6 +262,17 @@ class Backend(abc.ABC, Generic[OptionsT]):
         Called at the end of each epoch and after each validation inside an epoch. A schedule that counts epochs steps if
         `is_epoch_end`. A schedule that watches a metric steps if there are `metrics`.
         """
+
+    def host_memory(self, num_bytes: int) -> memoryview:
+        """Return new memory of `num_bytes` bytes, into which `checkpoint_async` copies the state. Not a collective."""
+        return host_memory(num_bytes)
+
+    def bytes_to_copy(self) -> tuple[int, int]:
+        """Return the bytes of the state that `checkpoint_async` copies on this rank: known now, and estimated. Not a collective.
+
+        An optimizer may create its state in the first update.
+        """
+        return 0, 0
 
     @abc.abstractmethod
     def save(self, directory: Path) -> dict[str, Any]:

@@ -192,6 +192,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "checkpoint_every_n_steps": (),
     "checkpoint_every_s": (),
     "checkpoint_trainable_only": (),
+    "checkpoint_async": (),
     "keep_latest_k": (),
     "keep_best": (),
     "log_every_n_steps": (),

@@ -372,6 +372,16 @@ class TorchBackend(Backend[OptionsT]):
 
     # ------------------------------------------------------------------ state, end
 
+    def host_memory(self, num_bytes: int) -> memoryview:
+        from distributed.backends._torch import checkpoint
+
+        return checkpoint.host_memory(num_bytes, self.device)
+
+    def bytes_to_copy(self) -> tuple[int, int]:
+        from distributed.backends._torch import checkpoint
+
+        return checkpoint.bytes_to_copy(self)
+
     def save(self, directory: Path) -> dict[str, Any]:
         from distributed.backends._torch import checkpoint
 

@@ -34,6 +34,7 @@ from distributed.training.timing import TimeSplit
 from distributed.training.validation import Validation, add, means_of, names_in
 
 LOGGED = "logged"
+SAVED = "saved"  # the request of a save in the background that is over
 SAVE, VALIDATE = "save", "validate"  # the requests of the clocks of `checkpoint_every_s` and `validate_every_s`
 
 
@@ -49,6 +50,9 @@ class Run:
     common_step: CommonStep
     callbacks: Sequence[Callback]
     write_checkpoint: Callable[[], bool]  # a collective; returns False if the checkpoint could not be written to disk
+    # Waits for a checkpoint that is saved in the background, if there is one. A collective in its hooks only. Returns False if the
+    # checkpoint could not be written to disk.
+    finish_checkpoint: Callable[[], bool] = lambda: True
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch) of the last checkpoint
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
     has_training_step: bool = False  # a training_step may report further metrics after the first update
@@ -137,8 +141,10 @@ def end(run: Run) -> None:
     _log(run, is_end=True)
     if not was_interrupted(state) and _lacks_row(run):
         _keep_last_row(run)
+    finish_save(run)
     if run.last_saved != (state.step, state.epoch):
         save(run)
+        finish_save(run)
     if run.last_saved != (state.step, state.epoch):
         raise TrainingError(
             f"the last checkpoint, of step {state.step}, could not be written: free disk space and run again with --resume"
@@ -304,6 +310,10 @@ def _act(run: Run, action: str) -> bool:
             run.is_save_due = True
         else:
             save(run)
+        return True
+    if action == SAVED:
+        if not run.is_validating:  # the next save or the end of training comes back to it otherwise
+            finish_save(run)
         return True
     if action == VALIDATE:
         if _has_trained(run) and not run.is_validating and not _validate(run):
@@ -592,13 +602,14 @@ def _record_pending(run: Run) -> None:
 
 
 def save(run: Run) -> None:
-    """Save a checkpoint now. A collective."""
+    """Save a checkpoint now, or begin to save it in the background. A collective."""
     run.is_save_due = False
     run.heartbeat.mark(Phase.SAVING, run.state.step, is_slow=True)
     collect(run)
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()
+    finish_save(run)
     samples = run.state.samples_in_epoch
     run.state.cursor = run.train.cursor(samples) if samples else None
     is_saved = run.write_checkpoint()
@@ -610,3 +621,9 @@ def save(run: Run) -> None:
     if is_saved:
         run.last_saved = (run.state.step, run.state.epoch)
     run.heartbeat.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
+
+
+def finish_save(run: Run) -> None:
+    """Wait for the checkpoint that is saved in the background, if there is one, and call its hooks. A collective in the hooks only."""
+    if not run.finish_checkpoint():
+        run.last_saved = (-1, -1)  # the state is saved again at the end of training
