@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from distributed.callbacks import AVERAGED_WEIGHTS, COUNTS, GRADIENTS, SAMPLES, AveragedWeights, Callback
-from distributed.checkpoints.staging import host_memory
+from distributed.checkpoints.staging import Copying
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
@@ -178,6 +178,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.job = Job(None)  # what is trained, see `configure`
         self.run_dir: Path | None = None  # directory for an engine's own files, see `configure`
         self.observer = Observer(plan.world_size)
+        self.copying = Copying()  # how `checkpoint_async` copies the state
         self.logged = Logged()  # what the user's code logs in this process; a step sets the weight of what it logs
         self.measured = MetricsOverAll()  # set by `prepare`
         self.on_event: OnEvent = lambda event: None
@@ -262,17 +263,6 @@ class Backend(abc.ABC, Generic[OptionsT]):
         Called at the end of each epoch and after each validation inside an epoch. A schedule that counts epochs steps if
         `is_epoch_end`. A schedule that watches a metric steps if there are `metrics`.
         """
-
-    def host_memory(self, num_bytes: int) -> memoryview:
-        """Return new memory of `num_bytes` bytes, into which `checkpoint_async` copies the state. Not a collective."""
-        return host_memory(num_bytes)
-
-    def bytes_to_copy(self) -> tuple[int, int]:
-        """Return the bytes of the state that `checkpoint_async` copies on this rank: known now, and estimated. Not a collective.
-
-        An optimizer may create its state in the first update.
-        """
-        return 0, 0
 
     @abc.abstractmethod
     def save(self, directory: Path) -> dict[str, Any]:

@@ -113,6 +113,7 @@ class TorchBackend(Backend[OptionsT]):
         import torch
 
         from distributed.backends._torch.collating import Batching
+        from distributed.backends._torch.copying import TorchCopying
         from distributed.backends._torch.generators import OwnGenerators
         from distributed.backends._torch.recomputing import is_recomputing
 
@@ -124,6 +125,7 @@ class TorchBackend(Backend[OptionsT]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.generators = OwnGenerators(self.device)
+        self.copying = TorchCopying(self)
         options: DataOptions = self.config.options("data")
         self._batching = Batching.of(self.job, removes_columns=options.remove_unused_columns)
         if self.config.deterministic:
@@ -371,16 +373,6 @@ class TorchBackend(Backend[OptionsT]):
             self.world.copy_from(buffer, 0)
 
     # ------------------------------------------------------------------ state, end
-
-    def host_memory(self, num_bytes: int) -> memoryview:
-        from distributed.backends._torch import checkpoint
-
-        return checkpoint.host_memory(num_bytes, self.device)
-
-    def bytes_to_copy(self) -> tuple[int, int]:
-        from distributed.backends._torch import checkpoint
-
-        return checkpoint.bytes_to_copy(self)
 
     def save(self, directory: Path) -> dict[str, Any]:
         from distributed.backends._torch import checkpoint

@@ -17,6 +17,21 @@ def host_memory(num_bytes: int) -> memoryview:
     return numpy.empty(num_bytes, numpy.uint8).data
 
 
+class Copying:
+    """How `checkpoint_async` copies the state of an engine. Engines override what is special about them."""
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Return new memory of `num_bytes` bytes for a copy of the state."""
+        return host_memory(num_bytes)
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the state that this rank copies: known now, and estimated.
+
+        An optimizer without a state is estimated to keep two tensors for each parameter that is trained, as Adam does.
+        """
+        return 0, 0
+
+
 class Staging:
     """A copy of the files of one save. Its memory is kept for the next save.
 

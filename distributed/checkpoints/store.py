@@ -38,7 +38,7 @@ from distributed.checkpoints.manifest import (
 )
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
 from distributed.checkpoints.objects import Objects, unusable
-from distributed.checkpoints.staging import Staging
+from distributed.checkpoints.staging import Copying, Staging
 from distributed.checkpoints.state_file import identity, read_state, write_state
 from distributed.config.addresses import check_address, is_address
 from distributed.config.plan import ProcessPlan
@@ -59,13 +59,11 @@ class Stored(Protocol):
 
     plan: ProcessPlan
     config: DistributedConfig
+    copying: Copying
 
     @property
     def world(self) -> Ranks:
         """The processes that write and read together."""
-
-    def host_memory(self, num_bytes: int, /) -> memoryview:
-        """Return new memory for a copy of the state. Not a collective."""
 
     def save(self, directory: Path, /) -> dict[str, Any]:
         """Write tensors into the staged checkpoint `directory`. Return the rest of the state, JSON-able. Only rank 0's
@@ -128,7 +126,6 @@ class CheckpointStore:
             )  # fmt: skip
         self._is_restart = is_restart
         self._misses = 0
-        self._staging = Staging(backend.host_memory)
         self._pending: Path | None = None  # the checkpoint that is saved in the background
         self._background: BackgroundSave | None = None
         self._name: str | None = None
@@ -240,6 +237,10 @@ class CheckpointStore:
             write=lambda: _below(stage, self._staging.write()),
             commit=lambda records: self._commit(target, manifest, which, records), when_over=when_over,
         )  # fmt: skip
+
+    @functools.cached_property
+    def _staging(self) -> Staging:
+        return Staging(self.backend.copying.allocate)
 
     def _remove_stage(self, target: Path) -> None:
         if self.context.is_main_process:

@@ -96,7 +96,7 @@ class Fit:
     result: Result
     began: float  # start of the fit in monotonic seconds, minus the `total_time` of earlier attempts
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
-    pending: TrainState | None = None  # the state that is saved in the background
+    pending: TrainState | None = None  # the state of a save that is not over
 
     def stop_clock(self) -> None:
         """Update `state.total_time`."""
@@ -237,7 +237,7 @@ class FitSession:
         job = self.setup.job
         run = loop.Run(
             self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit, common),
-            lambda: self._finish_checkpoint(fit), last_saved,
+            lambda: fit.pending is None or self._after_save(fit, fit.store.finish()), last_saved,
             metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
             is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"),
         )  # fmt: skip
@@ -459,27 +459,15 @@ class FitSession:
             has_begun = fit.store.save_in_background(state, settings, best_value, lambda: common.request(loop.SAVED))
             fit.pending = kept if has_begun else None
             return has_begun
-        path = fit.store.save(state, settings, best_value)
-        fit.saved.set()
-        if path is not None:
-            self._tell_of_checkpoint(fit, state, path)
-        return path is not None
+        fit.pending = state
+        return self._after_save(fit, fit.store.save(state, settings, best_value))
 
-    def _finish_checkpoint(self, fit: Fit) -> bool:
-        """Wait for the checkpoint that is saved in the background, if there is one, and tell the callbacks. A collective in the hooks.
-
-        Return False if it could not be written to disk.
-        """
-        if fit.pending is None:
-            return True
+    def _after_save(self, fit: Fit, path: Path | None) -> bool:
+        """Tell the callbacks of a save that is over, and return whether `path`, its result, is a checkpoint. A collective in the hooks."""
         state, fit.pending = fit.pending, None
-        path = fit.store.finish()
         fit.saved.set()
-        if path is not None:
-            self._tell_of_checkpoint(fit, state, path)
-        return path is not None
-
-    def _tell_of_checkpoint(self, fit: Fit, state: TrainState, path: Path) -> None:
+        if path is None or state is None:
+            return False
         self.checkpoint = path
         self._event(fit, "checkpoint_saved", step=state.step, checkpoint=path.name)
         if self.context.is_main_process:
@@ -488,6 +476,7 @@ class FitSession:
             fit.result.write("running", fit.state, path)
         for callback in fit.callbacks:
             callback.on_checkpoint(state, path)
+        return True
 
     def _show_start(
         self, merged: MergedConfig, batch: BatchPlan, notices: list[str], fit: Fit, resumed: str | None

@@ -27,7 +27,7 @@ from distributed.checkpoints import durable, manifest
 from distributed.checkpoints import store as checkpoint
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve, verify
-from distributed.checkpoints.staging import host_memory
+from distributed.checkpoints.staging import Copying
 from distributed.checkpoints.store import CheckpointStore, read_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.config.plan import ProcessPlan
@@ -44,10 +44,7 @@ class BytesBackend:
         self.world = OneProcess(WorkerContext(0, 1, 0, 1, 0, "cpu")) if threads is None else OneOf(rank, threads)
         self.weights, self.extra, self.loaded = b"\x01\x02\x03\x04" * 64, {"groups": []}, None
         self.before_save: Callable[[], None] = lambda: None
-        self.config = DistributedConfig(timeout_s=5)
-
-    def host_memory(self, num_bytes: int) -> memoryview:
-        return host_memory(num_bytes)
+        self.config, self.copying = DistributedConfig(timeout_s=5), Copying()
 
     def save(self, directory: Path) -> dict[str, Any]:
         self.before_save()

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.backends._torch import frozen, modules, named_optimizers, tensors
-from distributed.backends._torch.sharding import local
 from distributed.backends.weights import load_weights
 from distributed.checkpoints.shards import weights_in
 from distributed.checkpoints.state_file import read_state
@@ -39,26 +38,6 @@ def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
     extra["scaler"] = backend.precision.state()
     tensors.save_rng(directory, backend.world.rank, backend.device)
     return extra
-
-
-def host_memory(num_bytes: int, device: torch.device) -> memoryview:
-    """Return new memory into which tensors on `device` are copied: pinned for a GPU, which then copies at full speed."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda").numpy().data
-
-
-def bytes_to_copy(backend: TorchBackend[Any]) -> tuple[int, int]:
-    """Return the bytes of the tensors that this rank saves: known now, and estimated. Not a collective.
-
-    An optimizer without a state is estimated to keep two tensors for each parameter that is trained, as Adam does.
-    """
-    if not backend.observer.cuts_weights and not backend.world.context.is_main_process:
-        return 0, 0
-    held = [*backend.plain.parameters(), *backend.plain.buffers()]
-    slots = [value for state in getattr(backend.optimizer, "state", {}).values() for value in state.values()]
-    weights = sum(local(each).nbytes for each in held)
-    known = sum(local(value).nbytes for value in slots if isinstance(value, torch.Tensor))
-    trained = sum(local(each).nbytes for each in backend.plain.parameters() if each.requires_grad)
-    return weights + known, weights + (known or 2 * trained)
 
 
 def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]) -> bool:
