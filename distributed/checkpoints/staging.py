@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy
-
 from distributed.checkpoints.durable import digests_of_written, kept_in_memory, size_text, write_file
 from distributed.errors import TrainingError
 
 
 def host_memory(num_bytes: int) -> memoryview:
     """Return new memory of `num_bytes` bytes."""
+    import numpy
+
     return numpy.empty(num_bytes, numpy.uint8).data
 
 
