@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from distributed.callbacks import AVERAGED_WEIGHTS, COUNTS, GRADIENTS, SAMPLES, AveragedWeights, Callback
+from distributed.checkpoints.staging import Copying
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan, mixed_precision
 from distributed.config.settings import DistributedConfig
@@ -184,6 +185,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.job = Job(None)  # what is trained, see `configure`
         self.run_dir: Path | None = None  # directory for an engine's own files, see `configure`
         self.observer = Observer(plan.world_size)
+        self.copying = Copying()  # how `checkpoint_async` copies the state
         self.logged = Logged()  # what the user's code logs in this process; a step sets the weight of what it logs
         self.measured = MetricsOverAll()  # set by `prepare`
         self.on_event: OnEvent = lambda event: None

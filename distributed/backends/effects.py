@@ -201,6 +201,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "checkpoint_trainable_only": (),
     "max_failed_saves": (),
     "auto_micro_batch": (RESTARTED,),
+    "checkpoint_async": (),
     "keep_latest_k": (),
     "keep_best": (),
     "log_every_n_steps": (),

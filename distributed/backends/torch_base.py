@@ -113,6 +113,7 @@ class TorchBackend(Backend[OptionsT]):
         import torch
 
         from distributed.backends._torch.collating import Batching
+        from distributed.backends._torch.copying import TorchCopying
         from distributed.backends._torch.generators import OwnGenerators
         from distributed.backends._torch.recomputing import is_recomputing
 
@@ -124,6 +125,7 @@ class TorchBackend(Backend[OptionsT]):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         self.generators = OwnGenerators(self.device)
+        self.copying = TorchCopying(self)
         options: DataOptions = self.config.options("data")
         self._batching = Batching.of(self.job, removes_columns=options.remove_unused_columns)
         if self.config.deterministic:

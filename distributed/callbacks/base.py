@@ -275,6 +275,8 @@ class Callback:
     def on_checkpoint(self, state: TrainState, path: Path) -> None:
         """Run after a checkpoint was saved.
 
+        With `checkpoint_async`, that is at a later step than the one that was saved.
+
         Args:
             state: the state of training that was saved.
             path: the directory of the checkpoint.

@@ -69,12 +69,12 @@ class Agreement:
                 try:
                     answer = {"value": action()}
                 except (OSError, DistributedError) as raised:
-                    error, answer = raised, _describe(raised)
+                    error, answer = raised, described(raised)
         answer = self.world.broadcast(answer)
         if error is not None:
             raise error
         if "value" not in answer:
-            raise _rebuild(answer, 0)
+            raise rebuilt(answer, 0)
         value: T = answer["value"]
         return value
 
@@ -116,7 +116,7 @@ class Agreement:
         if self.world.reduce({"failed": float(error is not None)})["failed"]:
             answers = [self._answer(error, rank, what) for rank in range(self.context.world_size)]
             first = next(each for each in answers if each is not None)
-            raise error if error is not None else _rebuild(*first)
+            raise error if error is not None else rebuilt(*first)
         if not is_first:
             yield
 
@@ -140,18 +140,20 @@ class Agreement:
         ranks = range(self.context.world_size)
         votes = self.world.reduce({str(rank): float(is_cause and rank == self.context.rank) for rank in ranks})
         first = next(rank for rank in ranks if votes[str(rank)])
-        answer = self.world.broadcast(_describe(error) if error is not None else None, src=first)
-        raise error if error is not None and is_cause else _rebuild(answer, first)
+        answer = self.world.broadcast(described(error) if error is not None else None, src=first)
+        raise error if error is not None and is_cause else rebuilt(answer, first)
 
 
-def _describe(error: OSError | DistributedError) -> dict[str, Any]:
+def described(error: OSError | DistributedError) -> dict[str, Any]:
+    """Return an error as JSON, for `rebuilt` on another rank."""
     if isinstance(error, OSError):
         return {"kind": "disk", "errno": error.errno, "message": error.strerror or str(error)}
     kinds = (kind for kind, cls in _KINDS.items() if isinstance(error, cls))
     return {"kind": next(kinds, "training"), "message": str(error)}
 
 
-def _rebuild(answer: dict[str, Any], rank: int) -> OSError | DistributedError:
+def rebuilt(answer: dict[str, Any], rank: int) -> OSError | DistributedError:
+    """Return the error that `described` described on `rank`."""
     message = f"rank {rank}: {answer['message']}"
     kind = _KINDS[answer["kind"]]
     error = OSError(answer["errno"] or 0, message) if kind is OSError else kind(message)

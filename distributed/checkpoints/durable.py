@@ -16,6 +16,24 @@ _BUFFER_BYTES = 1 << 20
 # the processor's cache when their digest is computed.
 _WRITE_BYTES = 2 << 20
 _digests: contextvars.ContextVar[dict[Path, tuple[int, str]] | None] = contextvars.ContextVar("_digests", default=None)
+Place = Callable[[Path, int], memoryview]
+_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("_place", default=None)
+
+
+@contextlib.contextmanager
+def kept_in_memory(place: Place) -> Iterator[None]:
+    """Let `write_file` copy its bytes into the memory that `place(path, num_bytes)` returns, instead of a file, in this block."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+def place_of(path: Path, num_bytes: int) -> memoryview | None:
+    """Return the memory for the content of a new file inside `kept_in_memory`, and None outside of it."""
+    place = _place.get()
+    return None if place is None else place(path, num_bytes)
 
 
 @contextlib.contextmanager
@@ -38,6 +56,12 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int)
     The file gets its full length first, so that a failed save still shows how much space it needed. Raises OSError if
     the file exists or the disk is full or broken.
     """
+    if (memory := place_of(path, num_bytes)) is not None:
+        start = 0
+        for chunk in chunks:
+            memory[start : start + len(chunk)] = chunk
+            start += len(chunk)
+        return
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(fd, num_bytes)

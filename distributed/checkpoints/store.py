@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import errno
 import functools
 import importlib.metadata
 import json
 import math
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from distributed.checkpoints.agreement import Agreement, Ranks
+from distributed.checkpoints.background import BackgroundSave, Records
 from distributed.checkpoints.copies import Copies
 from distributed.checkpoints.directory import CheckpointDirectory, beside, open_verified, stage_of
 from distributed.checkpoints.durable import digests_of_written, size_text, sync, write_file
@@ -35,12 +38,13 @@ from distributed.checkpoints.manifest import (
 )
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
 from distributed.checkpoints.objects import Objects, unusable
+from distributed.checkpoints.staging import Copying, Staging
 from distributed.checkpoints.state_file import identity, read_state, write_state
 from distributed.config.addresses import check_address, is_address
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
-from distributed.errors import CheckpointError, TrainingError
+from distributed.errors import CheckpointError, DistributedError, TrainingError
 from distributed.state import OnEvent, TrainState, WorkerContext
 
 __all__ = ["CheckpointStore", "read_state"]
@@ -54,6 +58,7 @@ class Stored(Protocol):
 
     plan: ProcessPlan
     config: DistributedConfig
+    copying: Copying
 
     @property
     def world(self) -> Ranks:
@@ -122,6 +127,10 @@ class CheckpointStore:
             )  # fmt: skip
         self._max_failed_saves, self._is_restart = max_failed_saves, is_restart
         self._misses = 0
+        self._pending: Path | None = None  # the checkpoint that is saved in the background
+        self._background: BackgroundSave | None = None
+        self._name: str | None = None
+        self._num_begun = 0
         self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
 
     def save(self, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> Path | None:
@@ -146,11 +155,98 @@ class CheckpointStore:
             self._missed(target, error)
             return None
         finally:
-            if self.context.is_main_process:
-                shutil.rmtree(stage_of(target), ignore_errors=True)
-            self._copies.clear(stage_of(target))
+            self._remove_stage(target)
         self._misses = 0
         return target
+
+    def save_in_background(
+        self, state: TrainState, config: Mapping[str, Any], best_value: float | None, when_over: Callable[[], None]
+    ) -> bool:
+        """Copy the state, and let a thread write and commit the checkpoint. Every rank must call it, after `finish`.
+
+        The arguments are those of `save`. `when_over` is called on the main process, from the thread, when the checkpoint has been
+        committed or has failed. `finish` returns at once from then on.
+
+        Returns:
+            Whether the save has begun, on every rank. False if the disk failed on some rank: a warning is reported.
+
+        Raises:
+            TrainingError: on all ranks, if the state cannot be stored or copied, or `max_failed_saves` saves in a row failed.
+        """
+        target = self.directory / step_name(state.step)
+        try:
+            self._background = self._begin_in_background(target, state, config, best_value, when_over)
+        except OSError as error:
+            self._remove_stage(target)
+            self._missed(target, error)
+            return False
+        except DistributedError:
+            self._remove_stage(target)
+            raise
+        self._pending = target
+        return True
+
+    def finish(self) -> Path | None:
+        """Wait for the save that was begun in the background. Every rank must call it, after `save_in_background`.
+
+        Returns and raises what `save` does.
+        """
+        target, background = self._pending, self._background
+        assert target is not None
+        self._pending = self._background = None
+        try:
+            if background is not None:
+                background.wait()
+        except OSError as error:
+            self._missed(target, error)
+            return None
+        finally:
+            self._remove_stage(target)
+        self._misses = 0
+        return target
+
+    def give_up(self) -> None:
+        """End a save in the background because training has failed. No collective."""
+        if self._background is not None and self._pending is not None:
+            self._background.give_up()
+            self._remove_stage(self._pending)
+        self._pending = self._background = None
+
+    def _begin_in_background(
+        self,
+        target: Path,
+        state: TrainState,
+        config: Mapping[str, Any],
+        best_value: float | None,
+        when_over: Callable[[], None],
+    ) -> BackgroundSave | None:
+        """Copy the state and start the thread. Return None if this state is stored already. A collective."""
+        stage = stage_of(target)
+        if not self._agreement.on_main(lambda: self._begin(target, state, best_value)):
+            if self.context.is_main_process:
+                when_over()
+            return None
+        with self._staging.copying(stage):
+            extra = self._agreement.on_all(lambda: self.backend.save(stage))
+            self._agreement.on_main(lambda: write_state(stage, state, extra))
+        if self._name is None:  # random, because other stores of this process may use the same keys
+            self._name = str(self._agreement.world.broadcast(secrets.token_hex(4)))
+        self._num_begun += 1
+        manifest, which = self._manifest(state, config, best_value, extra), identity(state, best_value)
+        return BackgroundSave(
+            self._agreement.world.key_value_store(), self.context, f"save-{self._name}/{self._num_begun}",
+            write=lambda: _below(stage, self._staging.write()),
+            commit=lambda records: self._commit(target, manifest, which, records), when_over=when_over,
+        )  # fmt: skip
+
+    @functools.cached_property
+    def _staging(self) -> Staging:
+        return Staging(self.backend.copying.allocate)
+
+    def _remove_stage(self, target: Path) -> None:
+        if self.context.is_main_process:
+            shutil.rmtree(stage_of(target), ignore_errors=True)
+        self._copies.clear(stage_of(target))
 
     def is_lost(self) -> bool:
         """Return whether the newest checkpoint of this run was deleted. Every rank must call it."""
@@ -247,7 +343,7 @@ class CheckpointStore:
                 extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
             self._copies.gather(stage_of(target))
             known = self._known_digests(stage_of(target), written)
-            self._agreement.on_main(lambda: self._commit(target, state, extra, config, best_value, known))
+            self._agreement.on_main(lambda: self._seal(target, state, extra, config, best_value, known))
 
     def _known_digests(self, stage: Path, written: Written) -> dict[str, tuple[int, str]]:
         """Return the sizes and digests of the files that all ranks wrote into `stage`, by name. A collective.
@@ -319,29 +415,33 @@ class CheckpointStore:
         self._files.begin(target)
         return True
 
-    def _commit(
+    def _seal(
         self,
         target: Path,
         state: TrainState,
         extra: Any,
         config: Mapping[str, Any],
         best_value: float | None,
-        known: Mapping[str, tuple[int, str]],
+        known: Records,
     ) -> None:
-        stage = stage_of(target)
         with digests_of_written() as written:
-            write_state(stage, state, extra)
-        known = {**known, **_below(stage, written)}
+            write_state(stage_of(target), state, extra)
+        known = {**known, **_below(stage_of(target), written)}
+        self._commit(target, self._manifest(state, config, best_value, extra), identity(state, best_value), known)
+
+    def _commit(self, target: Path, manifest: Manifest, which: str, known: Records) -> None:
+        """Write the manifest and rename the stage. `which` identifies the state. Called on the main process, from any thread."""
+        stage = stage_of(target)
         everything = sorted(stage.rglob("*"))
         names = {str(path.relative_to(stage)): path for path in everything if path.is_file()}
         records = {name: _seal_file(path, known.get(name)) for name, path in names.items()}
-        frozen = summary_of_frozen(extra.get("frozen"))
-        manifest = self._manifest(state, config, best_value, records, frozen).to_bytes()
-        write_file(stage / MANIFEST, [manifest], len(manifest))
+        sequence = max(self._files.next_sequence(), self._mirror.next_sequence() if self._mirror is not None else 0)
+        content = dataclasses.replace(manifest, files=records, sequence=sequence).to_bytes()
+        write_file(stage / MANIFEST, [content], len(content))
         for directory in [*(path for path in everything if path.is_dir()), stage]:
             sync(directory)
         self._files.put_in_place(target)
-        self._current = (target, identity(state, best_value))
+        self._current = (target, which)
         if self._mirror is None:
             self._files.prune(self.keep_latest_k, self.keep_best)
             return
@@ -350,13 +450,9 @@ class CheckpointStore:
         self._mirror.notify()
 
     def _manifest(
-        self,
-        state: TrainState,
-        config: Mapping[str, Any],
-        best_value: float | None,
-        files: Mapping[str, FileRecord],
-        frozen: Mapping[str, Any] | None,
+        self, state: TrainState, config: Mapping[str, Any], best_value: float | None, extra: Mapping[str, Any]
     ) -> Manifest:
+        """Return the manifest without the files and the sequence number."""
         return Manifest(
             step=state.step,
             epoch=state.epoch,
@@ -364,15 +460,15 @@ class CheckpointStore:
             samples_in_epoch=state.samples_in_epoch,
             backend=self.backend.plan.backend,
             world_size=self.context.world_size,
-            sequence=max(self._files.next_sequence(), self._mirror.next_sequence() if self._mirror is not None else 0),
+            sequence=0,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             monitor=self.monitor,
             monitor_mode=self.monitor_mode,
             monitor_value=None if best_value is None or not math.isfinite(best_value) else float(best_value),
             config=json.loads(json.dumps(dict(config), default=str)),
             versions=_versions(),
-            files=files,
-            frozen=frozen,
+            files={},
+            frozen=summary_of_frozen(extra.get("frozen")),
         )
 
     def _missed(self, target: Path, error: OSError) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.checkpoints.durable import write_file
+from distributed.checkpoints.durable import place_of, write_file
 from distributed.config.reading import MAX_HEADER_BYTES, MAX_HEADER_GROUPS, num_groups
 from distributed.errors import CheckpointError
 
@@ -38,6 +38,8 @@ class RawTensor:
     dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     read: Callable[[], bytes | memoryview]
+    # Copies the bytes into memory of `num_bytes` bytes, if that needs fewer copies than `read`.
+    copy_to: Callable[[memoryview], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -66,12 +68,30 @@ def write_tensors(
     if len(header) > MAX_HEADER_BYTES or num_groups(header) > MAX_HEADER_GROUPS:
         raise CheckpointError(f"{path.name} would hold {len(tensors)} tensors, more than one file can: shard the state")
 
+    start = len(header).to_bytes(8, "little") + header
+    if writer is write_file and (memory := place_of(path, len(start) + offset)) is not None:
+        memory[: len(start)] = start
+        _copy_all(ordered, memory[len(start) :])
+        return
+
     def chunks() -> Iterator[bytes | memoryview]:
-        yield len(header).to_bytes(8, "little") + header
+        yield start
         for tensor in ordered:
             yield tensor.read()
 
-    writer(path, chunks(), 8 + len(header) + offset)
+    writer(path, chunks(), len(start) + offset)
+
+
+def _copy_all(tensors: Sequence[RawTensor], memory: memoryview) -> None:
+    """Copy the bytes of `tensors` into `memory`, one after the other."""
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.num_bytes
+        if tensor.copy_to is not None and end > begin:
+            tensor.copy_to(memory[begin:end])
+        else:
+            memory[begin:end] = tensor.read()
+        begin = end
 
 
 def check_header(path: Path) -> int:

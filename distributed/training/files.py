@@ -10,9 +10,10 @@ from typing import Any, ClassVar, TypeVar
 
 from distributed.backends.base import Backend
 from distributed.checkpoints.agreement import Agreement
-from distributed.checkpoints.durable import replace_text
+from distributed.checkpoints.durable import replace_text, size_text
 from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.objects import Objects
+from distributed.checkpoints.staging import check_memory
 from distributed.checkpoints.store import CheckpointStore
 from distributed.config.addresses import below, check_library, is_address
 from distributed.config.merging import MergedConfig, config_yaml
@@ -170,6 +171,11 @@ class TrainerFiles:
                 self._agreement.on_main(lambda: self._claim(directory, merged))
             self._agreement.on_main(lambda: self._claim_objects(objects, store, merged, run))
         self._is_store_open = True
+        if config.checkpoint_async and not store.is_shared():
+            raise ConfigError(
+                f"checkpoint_async=True needs a directory that all nodes share, and they do not share {str(store.directory)!r}: set"
+                " checkpoint_dir to one that they share, or checkpoint_async=False"
+            )
         is_cut = self._backend.observer.cuts_weights
         # Only the main process knows the address of a run directory.
         if is_cut and not self._agreement.on_main(lambda: address is not None) and not store.is_shared():
@@ -184,6 +190,13 @@ class TrainerFiles:
         self._on_event(event)
         if "bytes_needed" in event:
             run.event("save_failed", checkpoint=Path(event["path"]).name, cause=event["cause"])
+
+    def memory_for_copies(self) -> str:
+        """Return a notice of the memory that `checkpoint_async` needs. A collective. Raises TrainingError if there is too little."""
+        ranks = self._context.local_world_size if self._backend.observer.cuts_weights else 1
+        known, estimated = self._backend.copying.num_bytes()
+        self._agreement.on_all(lambda: check_memory(known * ranks))
+        return f"checkpoint_async keeps a copy of the state in memory: about {size_text(estimated)} on each of {ranks} process(es) of a node"
 
     def refuse_to_start_over(self, run: RunDirectory, store: CheckpointStore) -> None:
         """Raise ConfigError if the run saved checkpoints before and `store` holds none of them. A collective."""

@@ -35,6 +35,7 @@ from distributed.training.validation import Validation, add, means_of, names_in
 
 LOGGED = "logged"
 _WAITS_EVERY = 10  # updates between two reports to the launcher of how long this rank has waited for others
+SAVED = "saved"  # the request of a save in the background that is over
 SAVE, VALIDATE = "save", "validate"  # the requests of the clocks of `checkpoint_every_s` and `validate_every_s`
 
 
@@ -50,6 +51,9 @@ class Run:
     common_step: CommonStep
     callbacks: Sequence[Callback]
     write_checkpoint: Callable[[], bool]  # a collective; returns False if the checkpoint could not be written to disk
+    # Waits for a checkpoint that is saved in the background, if there is one. A collective in its hooks only. Returns False if the
+    # checkpoint could not be written to disk.
+    finish_checkpoint: Callable[[], bool] = lambda: True
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch) of the last checkpoint
     is_checkpoint_lost: Callable[[], bool] = lambda: False  # a collective; whether somebody deleted the last checkpoint
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
@@ -141,10 +145,12 @@ def end(run: Run) -> None:
     _log(run, is_end=True)
     if not was_interrupted(state) and _lacks_row(run):
         _keep_last_row(run)
+    finish_save(run)
     if run.last_saved == (state.step, state.epoch) and run.is_checkpoint_lost():
         run.last_saved = (-1, -1)
     if run.last_saved != (state.step, state.epoch):
         save(run)
+        finish_save(run)
     if run.last_saved != (state.step, state.epoch):
         raise TrainingError(
             f"the last checkpoint, of step {state.step}, could not be written: free disk space and run again with --resume"
@@ -319,6 +325,10 @@ def _act(run: Run, action: str) -> bool:
             run.is_save_due = True
         else:
             save(run)
+        return True
+    if action == SAVED:
+        if not run.is_validating:  # the next save or the end of training comes back to it otherwise
+            finish_save(run)
         return True
     if action == VALIDATE:
         if _has_trained(run) and not run.is_validating and not _validate(run):
@@ -616,13 +626,14 @@ def _cursor(run: Run) -> dict[str, Any] | None:
 
 
 def save(run: Run) -> None:
-    """Save a checkpoint now. A collective."""
+    """Save a checkpoint now, or begin to save it in the background. A collective."""
     run.is_save_due = False
     run.heartbeat.mark(Phase.SAVING, run.state.step, is_slow=True)
     collect(run)
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()
+    finish_save(run)
     run.state.cursor = _cursor(run)
     is_saved = run.write_checkpoint()
     _record_pending(run)  # of on_checkpoint
@@ -633,3 +644,9 @@ def save(run: Run) -> None:
     if is_saved:
         run.last_saved = (run.state.step, run.state.epoch)
     run.heartbeat.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
+
+
+def finish_save(run: Run) -> None:
+    """Wait for the checkpoint that is saved in the background, if there is one, and call its hooks. A collective in the hooks only."""
+    if not run.finish_checkpoint():
+        run.last_saved = (-1, -1)  # the state is saved again at the end of training

@@ -294,6 +294,7 @@ class OwnRun:
             loop.collect(run)
             return self._fits.save(path)
         loop.save(run)
+        loop.finish_save(run)
         if run.last_saved != (run.state.step, run.state.epoch) or self._fits.checkpoint is None:
             raise TrainingError(f"the checkpoint of step {run.state.step} could not be written: free disk space")
         return self._fits.checkpoint

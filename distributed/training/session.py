@@ -91,6 +91,7 @@ class Fit:
     result: Result
     began: float  # start of the fit in monotonic seconds, minus the `total_time` of earlier attempts
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
+    pending: TrainState | None = None  # the state of a save that is not over
 
     def stop_clock(self) -> None:
         """Update `state.total_time`."""
@@ -203,6 +204,8 @@ class FitSession:
         validation = Validation(opened.shards) if opened.shards and not self.setup.job.is_own_loop else None
         result, began = Result(run, self.setup.plan, self.context), time.monotonic() - state.total_time
         fit = Fit(state, train, validation, callbacks, opened.store, run, result, began)
+        if merged.config.checkpoint_async:
+            opened.notices.append(self.files.memory_for_copies())
         self._show_start(merged, train.batch, opened.notices, fit, resumed)
         self._event(
             fit, "started", backend=self.setup.plan.backend, num_nodes=self.setup.plan.num_nodes, world_size=self.context.world_size,
@@ -231,7 +234,8 @@ class FitSession:
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
         job = self.setup.job
         run = loop.Run(
-            self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit), last_saved,
+            self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit, common),
+            lambda: fit.pending is None or self._after_save(fit, fit.store.finish()), last_saved,
             metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
             is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"), is_checkpoint_lost=fit.store.is_lost,
         )  # fmt: skip
@@ -281,6 +285,7 @@ class FitSession:
             raise raised from error
         finally:
             self._fit = None
+            fit.store.give_up()
             common.close()
             self.backend.unwrap()
 
@@ -438,25 +443,37 @@ class FitSession:
         stopping = [] if patience is None else [EarlyStopping(config.monitor, patience, config.monitor_mode)]
         return [*self.setup.callbacks, *stopping]
 
-    def _write_checkpoint(self, fit: Fit) -> bool:
-        """Save a checkpoint and tell the callbacks. Return False if it could not be written to disk. A collective."""
+    def _write_checkpoint(self, fit: Fit, common: CommonStep) -> bool:
+        """Save a checkpoint and tell the callbacks, or begin to save it in the background. A collective.
+
+        Return False if it could not be written to disk.
+        """
         if not self.setup.request.keeps_checkpoints:
             return True
         state, config = fit.state, self.merged.config
         fit.state_to_save()
         is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
-        path = fit.store.save(
-            state, _without_paths(config), state.rows[-1].get(config.monitor) if is_measured else None
-        )
+        best_value, settings = state.rows[-1].get(config.monitor) if is_measured else None, _without_paths(config)
+        if config.checkpoint_async:
+            kept = dataclasses.replace(state, rows=list(state.rows), metrics=dict(state.metrics), best=dict(state.best))
+            has_begun = fit.store.save_in_background(state, settings, best_value, lambda: common.request(loop.SAVED))
+            fit.pending = kept if has_begun else None
+            return has_begun
+        fit.pending = state
+        return self._after_save(fit, fit.store.save(state, settings, best_value))
+
+    def _after_save(self, fit: Fit, path: Path | None) -> bool:
+        """Tell the callbacks of a save that is over, and return whether `path`, its result, is a checkpoint. A collective in the hooks."""
+        state, fit.pending = fit.pending, None
         fit.saved.set()
-        if path is None:
+        if path is None or state is None:
             return False
         self.checkpoint = path
-        self._event(fit, "checkpoint_saved", checkpoint=path.name)
+        self._event(fit, "checkpoint_saved", step=state.step, checkpoint=path.name)
         if self.context.is_main_process:
             if self.setup.is_elastic:
                 self._reporter({"kind": "saved"})
-            fit.result.write("running", state, path)
+            fit.result.write("running", fit.state, path)
         for callback in fit.callbacks:
             callback.on_checkpoint(state, path)
         return True
@@ -487,7 +504,7 @@ class FitSession:
         """Write an event into the journal of the run, and into that of each node that has a directory of its own."""
         is_first_of_part = self.context.local_rank == 0 and bool(fit.run.part_of)
         if self.context.is_main_process or is_first_of_part:
-            fit.run.event(name, step=fit.state.step, **detail)
+            fit.run.event(name, **{"step": fit.state.step, **detail})
 
     def _show_end(self, fit: Fit) -> None:
         status, event, detail = ending.end_of(fit.state, self.context.world_size)

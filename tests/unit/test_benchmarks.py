@@ -82,6 +82,7 @@ def test_every_way_to_save_is_compared(run_python, kind, tmp_path):
     for name in (
         "our save",
         "our resume",
+        "our asynchronous save, blocked",
         "torch.save + fsync",
         "torch.load",
         "DCP save",

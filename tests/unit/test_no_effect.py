@@ -46,8 +46,8 @@ global_batch_size gradient_accumulation_steps init_from dtype validate_every_n_s
 early_stopping_patience monitor monitor_mode optimizer learning_rate weight_decay layer_rates scheduler lr_scaling
 warmup_steps gradient_clipping mixed_precision activation_checkpointing compile checkpoint_dir resume_from_checkpoint
 checkpoint_at_start checkpoint_frequency checkpoint_every_n_steps checkpoint_every_s checkpoint_trainable_only keep_latest_k keep_best
-max_failed_saves log_every_n_steps verbose loggers mlflow_tracking tensorboard profile data.presharded data.shard_streams
-data.remove_unused_columns
+checkpoint_async max_failed_saves log_every_n_steps verbose loggers mlflow_tracking tensorboard profile data.presharded
+data.shard_streams data.remove_unused_columns
 """
 # The options of backends that have an effect wherever the backend is chosen.
 OPTIONS_ALWAYS = """

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from distributed.backends.world import OneProcess
 from distributed.checkpoints import manifest
 from distributed.checkpoints import objects as storage
-from distributed.checkpoints.agreement import _describe, _rebuild
+from distributed.checkpoints.agreement import described, rebuilt
 from distributed.checkpoints.manifest import list_checkpoints, verify
 from distributed.checkpoints.mirror import UPLOAD_FAILED, fetch_newest, stored_checkpoints
 from distributed.checkpoints.objects import TRIES, Objects, StorageError
@@ -232,7 +232,7 @@ def test_storage_that_does_not_answer_may_be_tried_again_later(s3, tmp_path, mon
 
 
 def test_the_other_ranks_know_that_the_storage_does_not_answer():
-    error = _rebuild(_describe(ResourceError("s3://bucket/mine cannot be read: Try later.")), 0)
+    error = rebuilt(described(ResourceError("s3://bucket/mine cannot be read: Try later.")), 0)
     assert type(error) is ResourceError
 
 

@@ -80,13 +80,20 @@ def _reader(tensor: torch.Tensor) -> Callable[[], memoryview]:
     return lambda: raw_bytes(tensor)
 
 
+def _copier(tensor: torch.Tensor) -> Callable[[memoryview], None]:
+    def copy_to(memory: memoryview) -> None:
+        torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+    return copy_to
+
+
 def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
     """Write a new safetensors file durably.
 
     Tensors may have any device and stride; one at a time is copied to the host.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t)) for name, t in tensors.items()]
+    raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t), _copier(t)) for name, t in tensors.items()]
     write_tensors(path, raw, metadata)
 
 

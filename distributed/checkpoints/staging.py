@@ -1,0 +1,88 @@
+"""Keep memory for a copy of what a save writes, so that it can be written to the disk later. Loads no framework."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from distributed.checkpoints.durable import digests_of_written, kept_in_memory, size_text, write_file
+from distributed.errors import TrainingError
+
+
+def host_memory(num_bytes: int) -> memoryview:
+    """Return new memory of `num_bytes` bytes."""
+    import numpy
+
+    return numpy.empty(num_bytes, numpy.uint8).data
+
+
+class Copying:
+    """How `checkpoint_async` copies the state of an engine. Engines override what is special about them."""
+
+    def allocate(self, num_bytes: int) -> memoryview:
+        """Return new memory of `num_bytes` bytes for a copy of the state."""
+        return host_memory(num_bytes)
+
+    def num_bytes(self) -> tuple[int, int]:
+        """Return the bytes of the state that this rank copies: known now, and estimated.
+
+        An optimizer without a state is estimated to keep two tensors for each parameter that is trained, as Adam does.
+        """
+        return 0, 0
+
+
+class Staging:
+    """A copy of the files of one save. Its memory is kept for the next save.
+
+    Args:
+        allocate: returns new memory of so many bytes.
+    """
+
+    def __init__(self, allocate: Callable[[int], memoryview] = host_memory) -> None:
+        self._allocate = allocate
+        self._kept: dict[Path, memoryview] = {}  # by the name of the file in its checkpoint
+        self._files: list[tuple[Path, memoryview]] = []
+
+    @contextlib.contextmanager
+    def copying(self, stage: Path) -> Iterator[None]:
+        """Return a block in which `write_file` copies what it would write below `stage`. What was copied before is dropped."""
+        self._files = []
+        with kept_in_memory(lambda path, num_bytes: self._place(stage, path, num_bytes)):
+            yield
+
+    def write(self) -> dict[Path, tuple[int, str]]:
+        """Write the copied files durably. Return the number of bytes and the digest of each. Raises OSError if the disk fails."""
+        with digests_of_written() as written:
+            for path, memory in self._files:
+                write_file(path, [memory], len(memory))
+        return written
+
+    def _place(self, stage: Path, path: Path, num_bytes: int) -> memoryview:
+        name = path.relative_to(stage)
+        kept = self._kept.get(name)
+        if kept is None or len(kept) < num_bytes:
+            self._kept.pop(name, None)
+            check_memory(num_bytes)
+            kept = self._kept[name] = self._allocate(num_bytes)
+        self._files.append((path, kept[:num_bytes]))
+        return self._files[-1][1]
+
+
+def check_memory(num_bytes: int) -> None:
+    """Raise TrainingError if this machine does not have `num_bytes` bytes of memory available."""
+    available = available_bytes()
+    if available is not None and num_bytes > available:
+        raise TrainingError(
+            f"checkpoint_async=True needs {size_text(num_bytes)} of memory for a copy of the state, and {size_text(available)} are"
+            " available: set checkpoint_async=False"
+        )
+
+
+def available_bytes() -> int | None:
+    """Return the memory in bytes that new data can use without swapping. None if the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

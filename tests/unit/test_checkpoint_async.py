@@ -1,0 +1,247 @@
+"""`checkpoint_async`: what is copied is what is committed, later, by all ranks or by none."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from distributed import Trainer
+from distributed.callbacks import Callback
+from distributed.checkpoints import durable, staging
+from distributed.checkpoints.manifest import list_checkpoints, verify
+from distributed.checkpoints.staging import Staging
+from distributed.errors import ConfigError, TrainingError
+from distributed.state import TrainState
+from tests.unit.test_checkpoint import Rig, _on_ranks, names, rig
+
+SCRIPT = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+
+def model():
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Dropout(0.1), torch.nn.Linear(256, 2))
+
+if __name__ == "__main__":
+    inputs = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    Trainer(model, batch_size=4, epochs=1, checkpoint_every_n_steps=4, keep_latest_k=2).fit(data)
+"""
+
+
+def begin(one: Rig, step: int, when_over: Callable[[], None] = lambda: None) -> bool:
+    return one.store.save_in_background(TrainState(step=step, samples_seen=step * 10), {"epochs": 1}, None, when_over)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_checkpoint_has_what_was_copied_and_the_files_of_a_save_at_once(tmp_path: Path, size: int) -> None:
+    def at_once(one: Rig) -> Path | None:
+        return one.save(3)
+
+    def in_background(one: Rig) -> Any:
+        told: list[int] = []
+        assert begin(one, 3, lambda: told.append(one.backend.rank))
+        one.backend.weights = b"later" * 40
+        path = one.store.finish()
+        assert told == ([0] if one.backend.rank == 0 else [])
+        return path, one.store.find(), one.store.load(path).step, one.backend.loaded[0]
+
+    _, (path, *_) = _on_ranks(tmp_path / "a", size, None, lambda: None, at_once)
+    _, results = _on_ranks(tmp_path / "b", size, None, lambda: None, in_background)
+    other = tmp_path / "b" / path.name
+    assert results == [(other, other, 3, b"\x01\x02\x03\x04" * 64)] * size
+    assert verify(other).files == verify(path).files
+    assert names(tmp_path / "b") == [path.name]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_disk_that_fails_in_the_background_is_a_miss_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    _on_ranks(tmp_path, 2, None, lambda: None, lambda one: one.save(1))
+    write = durable._write_all
+
+    def full(fd: int, *args: Any) -> None:
+        if f"rank-{failing}.safetensors" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+            raise OSError(28, "No space left on device")
+        write(fd, *args)
+
+    monkeypatch.setattr(durable, "_write_all", full)
+
+    def twice_then_a_third(one: Rig) -> Any:
+        found = []
+        for step in (2, 3):
+            assert begin(one, step)
+            found.append(one.store.finish())
+        assert begin(one, 4)
+        with pytest.raises(TrainingError, match="3 failed saves in a row"):
+            one.store.finish()
+        return found
+
+    rigs, results = _on_ranks(tmp_path, 2, None, lambda: None, twice_then_a_third)
+    assert results == [[None, None]] * 2
+    assert "No space left on device" in rigs[0].messages[0]
+    assert names(tmp_path) == ["step-00000001"]
+    monkeypatch.setattr(durable, "_write_all", write)
+    _, results = _on_ranks(tmp_path, 2, None, lambda: None, lambda one: begin(one, 5) and one.store.finish())
+    assert results == [tmp_path / "step-00000005"] * 2
+
+
+def test_a_save_that_a_rank_did_not_finish_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:
+    def fail(one: Rig) -> None:
+        if one.backend.rank == 1:
+            one.store._staging.write = lambda: time.sleep(0.5) or {}  # its thread is slow, and training fails
+        assert begin(one, 2)
+        if one.backend.rank == 0:
+            one.store.give_up()
+
+    _on_ranks(tmp_path, 2, None, lambda: None, fail)
+    assert names(tmp_path) == []
+
+
+def test_any_error_in_the_thread_reaches_the_training_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = rig(tmp_path)
+    monkeypatch.setattr(one.store, "_commit", lambda *args: 1 / 0)
+    assert begin(one, 1)
+    with pytest.raises(TrainingError, match="ZeroDivisionError"):
+        one.store.finish()
+    assert names(tmp_path) == []
+
+
+def test_memory_is_kept_for_the_next_save_and_refused_if_there_is_too_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocated: list[int] = []
+    kept = Staging(lambda size: allocated.append(size) or staging.host_memory(size))
+    for content in (b"abc" * 100, b"xy" * 100, b"z" * 300):
+        with kept.copying(tmp_path):
+            durable.write_file(tmp_path / "a", [content[:7], memoryview(content)[7:]], len(content))
+        (digest,) = kept.write().values()
+        assert (tmp_path / "a").read_bytes() == content
+        assert digest[0] == len(content)
+        (tmp_path / "a").unlink()
+    assert allocated == [300]
+    monkeypatch.setattr(staging, "available_bytes", lambda: 1000)
+    one = rig(tmp_path / "c")
+    one.backend.weights = bytes(5000)
+    with pytest.raises(
+        TrainingError, match=r"needs 5\.\d kB of memory .* 1\.0 kB are available: set checkpoint_async=False"
+    ):
+        begin(one, 1)
+    assert names(tmp_path / "c") == []
+
+
+class Watching(Callback):
+    """Record what is on the disk when the hook says that a checkpoint was saved."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, int]] = []
+
+    def on_checkpoint(self, state: TrainState, path: Path) -> None:
+        self.saved.append((state.step, verify(path).step))
+
+
+def trained(*, is_async: bool, **settings: Any) -> tuple[Path, Any, Watching]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2))
+    inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    watching, given = Watching(), {"backend": "single", "checkpoint_every_n_steps": 2, "keep_latest_k": 20, **settings}
+    trainer = Trainer(
+        model, callbacks=[watching], batch_size=4, verbose=False, epochs=1, checkpoint_async=is_async, **given
+    )
+    return Path(trainer.fit(data).run_dir), trainer, watching
+
+
+def test_a_fit_has_the_checkpoints_weights_and_events_of_one_that_saves_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = {is_async: trained(is_async=is_async) for is_async in (False, True)}
+    steps = [2, 4, 6, 8, 10, 12]
+    for directory, _, watching in runs.values():
+        assert watching.saved == [(step, step) for step in steps]
+        events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+        saved = [(each["step"], each["checkpoint"]) for each in events if each["event"] == "checkpoint_saved"]
+        assert saved == [(step, f"step-{step:08d}") for step in steps]
+    kinds = [list_checkpoints(directory / "checkpoints") for directory, *_ in runs.values()]
+    for one, other in zip(*kinds, strict=True):
+        alike = [name for name in verify(one.path).files if name != "state.json"]  # which has times
+        assert alike
+        assert all(verify(one.path).files[name] == verify(other.path).files[name] for name in alike)
+    run = runs[True][0]
+    _, again, _ = trained(is_async=True, resume_from_checkpoint=str(run / "checkpoints" / "step-00000006"))
+    weights = [trainer.model.state_dict() for trainer in (runs[False][1], runs[True][1], again)]
+    for name, tensor in weights[0].items():
+        assert all(torch.equal(tensor, other[name]) for other in weights[1:])
+
+
+def test_a_save_in_the_background_that_fails_is_made_good_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    real, calls = Staging.write, []
+
+    def failing(self: Staging) -> Any:
+        calls.append(1)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        return real(self)
+
+    monkeypatch.setattr(Staging, "write", failing)
+    directory, _, watching = trained(is_async=True, checkpoint_every_n_steps=12)
+    assert watching.saved == [(12, 12)]
+    assert [info.step for info in list_checkpoints(directory / "checkpoints")] == [12]
+
+
+def test_backends_that_write_at_once_refuse_it() -> None:
+    for backend in ("ray", "horovod", "deepspeed", "tensorflow"):
+        with pytest.raises(ConfigError, match="checkpoint_async=True does not work with backend="):
+            Trainer(torch.nn.Linear(2, 2), backend=backend, checkpoint_async=True)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kills"),
+    [("single", 3), *(pytest.param(name, 12, marks=pytest.mark.full) for name in ("single", "pytorch-ddp", "fsdp"))],
+)
+def test_a_killed_run_resumes_and_ends_bit_for_bit_as_one_that_saves_at_once(
+    start: Callable[..., Any], run_cli: Callable[..., Any], tmp_path: Path, backend: str, kills: int
+) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    processes = ["--nproc-per-node", "1" if backend == "single" else "2"]
+    command = ["train", "--script", str(tmp_path / "train.py"), "--backend", backend, *processes]
+    done = run_cli([*command, "--run-dir", str(tmp_path / "once")], timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    (tmp_path / "killed").mkdir()
+    asynchronous = [*command, "--run-dir", str(tmp_path / "killed"), "--resume", "--set", "checkpoint_async=true"]
+    generator, checkpoints, killed = random.Random(5), tmp_path / "killed" / "checkpoints", 0
+    for _ in range(kills):
+        before = names(checkpoints) if checkpoints.exists() else []
+        running = start([sys.executable, "-m", "distributed.cli", *asynchronous], cwd=tmp_path)
+        deadline = time.monotonic() + 60
+        while running.process.poll() is None and time.monotonic() < deadline:
+            if checkpoints.exists() and names(checkpoints) != before:
+                break
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0, 0.02))  # when the kill falls is what this test varies
+        killed += running.process.poll() is None
+        running.kill()
+    done = run_cli(asynchronous, timeout=120, cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    assert killed
+    ends = [list_checkpoints(tmp_path / name / "checkpoints")[-1].path for name in ("once", "killed")]
+    files = [verify(path).files for path in ends]
+    assert {name for name in files[0] if files[0][name] != files[1][name]} == {"state.json"}, (
+        "weights, optimizer or rng differ"
+    )
