@@ -190,7 +190,7 @@ class Verdicts:
                     self.expect_regroup()
             elif message["kind"] == "unshared":
                 rank.is_unshared = True
-            elif rank.reported is None:
+            elif message["kind"] == "error" and rank.reported is None:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],

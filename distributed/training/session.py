@@ -252,6 +252,7 @@ class FitSession:
         channel = link()
         if self.setup.is_elastic and channel is not None:
             channel.send({"kind": "trains"})  # on every rank, because each node has its own launcher
+        self._report_choice()
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
@@ -280,6 +281,14 @@ class FitSession:
             raise caller.error
         if was_interrupted(state):
             self._leave_after_signal(int(str(state.stop_reason).split()[1]))
+
+    def _report_choice(self) -> None:
+        """Let the launcher of this node import the backend for a restart, if the script has chosen one that it did not know of."""
+        channel, request, backend = link(), launched_by(), self.setup.plan.backend
+        entry = backend_entry(backend)
+        is_known = request is None or request.warm_up == entry.warm_up
+        if channel is not None and entry.warms_up_late and not is_known and self.context.local_rank == 0:
+            channel.send({"kind": "chose backend", "backend": backend})
 
     @contextlib.contextmanager
     def _recorded(self, fit: Fit, run: loop.Run, common: CommonStep) -> Iterator[None]:
