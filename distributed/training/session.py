@@ -63,6 +63,7 @@ from distributed.training import loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import by_the_clock, stop_on_signals
+from distributed.training.micro_batches import shard_to_fit
 from distributed.training.setup import Setup
 from distributed.training.so_far import means_of_epoch
 from distributed.training.validation import Validation, evaluate, evaluation_batch, sets_of, shard_of
@@ -175,7 +176,7 @@ class FitSession:
         check_callbacks(backend, self.setup.callbacks)
         loggers.check_callbacks(merged, self.setup.callbacks)
         leaving.callback(self._reporter.close)
-        train, batch = self._shard_to_fit(train_data, planned, leaving)
+        train, batch = shard_to_fit(backend, train_data, planned, self.files, leaving)
         # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
         full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
         run = self.files.open_run(in_effect(merged, full, loader_batch_size))
@@ -189,31 +190,6 @@ class FitSession:
         found = self._find(merged, store, run)
         notices = self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None)
         return OpenedFit(train, shards, callbacks, store, run, found, notices)
-
-    def _shard_to_fit(
-        self, data: Any, planned: BatchPlan, leaving: contextlib.ExitStack
-    ) -> tuple[ShardedData, BatchPlan]:
-        """Divide the training data so that micro-batches fit into memory, as far as earlier attempts have found out. A collective.
-
-        Returns the data, and its batch plan.
-        """
-        limit, times = self._largest_micro_batch(), 0
-        while limit and planned.batch_size > limit:
-            planned, times = planned.halved(), times + 1
-        while True:
-            shard = self.backend.shard(data, planned, DataRole.TRAINING)
-            train = leaving.enter_context(contextlib.closing(shard))
-            if not limit or train.batch.batch_size <= limit:  # a batch sampler's items set its size
-                return train, train.batch.halved_already(times)
-            planned, times = planned.halved(), times + 1
-
-    def _largest_micro_batch(self) -> int:
-        """Return how many samples a micro-batch may have, or 0 if nothing is known. A collective."""
-        request = launched_by()
-        if not self.merged.config.auto_micro_batch or request is None:
-            return 0
-        fit = heartbeat().progress.fit
-        return self.files.on_main(lambda: RunDirectory(request.run_dir).largest_micro_batch(fit))
 
     def start(self, opened: OpenedFit) -> Fit:
         """Load the checkpoint that was found, if there is one, and open the loggers. A collective."""
@@ -252,7 +228,7 @@ class FitSession:
         channel = link()
         if self.setup.is_elastic and channel is not None:
             channel.send({"kind": "trains"})  # on every rank, because each node has its own launcher
-        self._report_choice()
+        _report_choice(self.setup.plan.backend, self.context)
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
@@ -281,14 +257,6 @@ class FitSession:
             raise caller.error
         if was_interrupted(state):
             self._leave_after_signal(int(str(state.stop_reason).split()[1]))
-
-    def _report_choice(self) -> None:
-        """Let the launcher of this node import the backend for a restart, if the script has chosen one that it did not know of."""
-        channel, request, backend = link(), launched_by(), self.setup.plan.backend
-        entry = backend_entry(backend)
-        is_known = request is None or request.warm_up == entry.warm_up
-        if channel is not None and entry.warms_up_late and not is_known and self.context.local_rank == 0:
-            channel.send({"kind": "chose backend", "backend": backend})
 
     @contextlib.contextmanager
     def _recorded(self, fit: Fit, run: loop.Run, common: CommonStep) -> Iterator[None]:
@@ -682,6 +650,14 @@ class FitSession:
             backend.prepare(without_curve(job), batch)
         backend.unwrap()
         backend.configure(merged)
+
+
+def _report_choice(backend: str, context: WorkerContext) -> None:
+    """Let the launcher of this node import the backend for a restart, if the script has chosen one that it did not know of."""
+    channel, request, entry = link(), launched_by(), backend_entry(backend)
+    is_known = request is None or request.warm_up == entry.warm_up
+    if channel is not None and entry.warms_up_late and not is_known and context.local_rank == 0:
+        channel.send({"kind": "chose backend", "backend": backend})
 
 
 def _end_of(state: TrainState, world_size: int) -> tuple[str, str, dict[str, Any]]:
