@@ -62,6 +62,9 @@ class BackendEntry:
     # "module:function" that our launcher calls with its LaunchRequest before it forks a worker, to import for all of them what
     # `preload` cannot name because it depends on the request.
     warm_up: str = ""
+    # Whether `warm_up` also serves a backend that a script has chosen, for the workers of a restart: the library reads no variable on
+    # import that only the workers have.
+    warms_up_late: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the group
     # Settings of other tools for this engine -> our counterpart, see `distributed.config.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
@@ -206,7 +209,7 @@ REGISTRY: dict[str, BackendEntry] = {
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
-            warm_up="distributed.backends._deepspeed.loading:warm_up", waits_in=("/deepspeed/comm/",),
+            warm_up="distributed.backends._deepspeed.loading:warm_up", warms_up_late=True, waits_in=("/deepspeed/comm/",),
             start_note="importing DeepSpeed takes some seconds",
         ),
         BackendEntry(

@@ -91,6 +91,9 @@ class ForkAgent(SimpleElasticAgent):
 
     def _take(self, message: Mapping[str, Any]) -> None:
         """Take a message of the launcher or of a worker. May be called from any thread."""
+        if message.get("kind") == "chose backend":
+            self._channel.send(json.dumps({"op": "warm up", "backend": message["backend"]}).encode())
+            return
         if message["op"] == "exit":
             progress = self._board.progress(message["local_rank"])
             message = {**message, "reached": (progress.fit, progress.step), "phase": progress.phase.in_fit}

@@ -23,6 +23,7 @@ import time
 from typing import Any
 
 from distributed.checkpoints.mirror import UPLOAD_FAILED
+from distributed.config.registry import backend_entry
 from distributed.errors import TrainingError
 from distributed.launching.forking import fork
 from distributed.launching.heartbeat import Board
@@ -222,6 +223,8 @@ class ForkServer:
         command = json.loads(data)
         if command["op"] == "fork":
             self._start_worker(command, fds)
+        elif command["op"] == "warm up":
+            self._warm_up(command["backend"])
         elif command["op"] == "kill":
             self._kill_workers()
         elif command["op"] == "signal" and not self._stop.signum:
@@ -247,6 +250,24 @@ class ForkServer:
             self._num_to_begin = command["local_world_size"] - command["local_rank"] - 1
         for fd in fds:
             os.close(fd)
+
+    def _warm_up(self, backend: str) -> None:
+        """Import what the workers of a restart need for a backend that their script has chosen.
+
+        The workers train in the meantime. The agent learns of their ends during the import, which takes seconds, because it would
+        otherwise hear only from those that have lost the connection. Its commands are carried out after the import.
+        """
+        entry = backend_entry(backend)
+        if self._stop.signum:
+            return
+        wanted = dataclasses.replace(self._request, preload=entry.preload, warm_up=entry.warm_up)
+        before = signal.signal(signal.SIGCHLD, lambda *_: self._reap_workers())
+        try:
+            self._reap_workers()
+            _import_for_workers(wanted, self._signals, self._agent)
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        gc.freeze()
 
     def _worker(self, command: dict[str, Any], fds: list[int]) -> int:
         os.setpgid(0, 0)  # so that the terminal's Ctrl-C reaches the launcher only
@@ -278,8 +299,20 @@ class ForkServer:
             status = os.waitstatus_to_exitcode(raw)
             if pid == self._agent:
                 self._agent_status = status
-            elif (local_rank := self._workers.pop(pid, None)) is not None:
-                self._send(op="exit", local_rank=local_rank, status=status, time=time.time())
+            else:
+                self._report_end(pid, status)
+
+    def _reap_workers(self) -> None:
+        """Collect the workers that have ended, and no other child: a library may wait for its own."""
+        for pid in list(self._workers):
+            with contextlib.suppress(ChildProcessError):
+                found, raw = os.waitpid(pid, os.WNOHANG)
+                if found:
+                    self._report_end(pid, os.waitstatus_to_exitcode(raw))
+
+    def _report_end(self, pid: int, status: int) -> None:
+        if (local_rank := self._workers.pop(pid, None)) is not None:
+            self._send(op="exit", local_rank=local_rank, status=status, time=time.time())
 
     def _kill_workers(self) -> None:
         self._signal_workers(signal.SIGKILL)

@@ -196,7 +196,7 @@ class Verdicts:
                 rank.is_unshared = True
             elif message["kind"] == "leaves":
                 rank.place, rank.phase = message["place"], message.get("phase", "")
-            elif rank.reported is None:
+            elif message["kind"] == "error" and rank.reported is None:
                 kind = "error" if message["is_message_enough"] else "exception"
                 rank.reported = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],

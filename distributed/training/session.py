@@ -56,7 +56,7 @@ from distributed.training import ending, loop
 from distributed.training.common_step import CommonStep
 from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import by_the_clock, stop_on_signals
-from distributed.training.micro_batches import largest_micro_batch, shard_to_fit
+from distributed.training.micro_batches import shard_to_fit
 from distributed.training.predictions import write_outputs
 from distributed.training.setup import Setup
 from distributed.training.so_far import means_of_epoch
@@ -171,8 +171,7 @@ class FitSession:
         check_callbacks(backend, self.setup.callbacks)
         loggers.check_callbacks(merged, self.setup.callbacks)
         leaving.callback(self._reporter.close)
-        limit = largest_micro_batch(self.files, is_asked=merged.config.auto_micro_batch)
-        train, batch = shard_to_fit(backend, train_data, planned, limit, leaving)
+        train, batch = shard_to_fit(backend, train_data, planned, self.files, leaving)
         # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
         full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
         run = self.files.open_run(in_effect(merged, full, loader_batch_size))
@@ -229,6 +228,7 @@ class FitSession:
         channel = link()
         if self.setup.is_elastic and channel is not None:
             channel.send({"kind": "trains"})  # on every rank, because each node has its own launcher
+        _report_choice(self.setup.plan.backend, self.context)
         caller = Caller(self.setup.on_epoch, lambda: common.request(f"signal {signal.SIGTERM}"))
         self._reporter.on_event = Epochs(caller)
         last_saved = (state.step, state.epoch) if self._is_saved else (-1, -1)
@@ -628,6 +628,14 @@ class FitSession:
             backend.prepare(without_curve(job), batch)
         backend.unwrap()
         backend.configure(merged)
+
+
+def _report_choice(backend: str, context: WorkerContext) -> None:
+    """Let the launcher of this node import the backend for a restart, if the script has chosen one that it did not know of."""
+    channel, request, entry = link(), launched_by(), backend_entry(backend)
+    is_known = request is None or request.warm_up == entry.warm_up
+    if channel is not None and entry.warms_up_late and not is_known and context.local_rank == 0:
+        channel.send({"kind": "chose backend", "backend": backend})
 
 
 def _close_all(callbacks: Sequence[Callback]) -> None:

@@ -175,6 +175,40 @@ def test_killed_at_any_moment_a_run_ends_in_the_same_bits(run_cli_once, tmp_path
     assert_same(tmp_path / "hurt", tmp_path / "clean")
 
 
+# Kills rank 1 in the first attempts, and writes which attempts began with DeepSpeed.
+CHOSEN = """
+import os, signal, sys
+from pathlib import Path
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+Path(f"began-{attempt}-{rank}").write_text(str("deepspeed" in sys.modules))
+
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Callback, Trainer
+
+class Dies(Callback):
+    def on_step_end(self, state, result):
+        if attempt < 2 and rank == 1 and state.step == 2 * attempt + 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+data = TensorDataset(torch.ones(64, 4), torch.ones(64, 1))
+Trainer(torch.nn.Linear(4, 1), backend="deepspeed", batch_size=4, callbacks=[Dies()], checkpoint_every_n_steps=1).fit(data)
+"""
+
+
+@FULL
+def test_the_workers_of_a_restart_find_a_backend_imported_that_only_the_script_names(run_cli, tmp_path):
+    """The first kill strikes while the launcher imports."""
+    (tmp_path / "train.py").write_text(CHOSEN)
+    done = run_cli(
+        ["train", "--script", "train.py", "--nproc-per-node", "2", "--run-dir", "run"], cwd=tmp_path, timeout=300
+    )
+    assert done.returncode == 0, done.output[-3000:]
+    assert done.stderr.count("rank 1 was killed by signal 9 (SIGKILL): restarting") == 2
+    began = {path.name: path.read_text() for path in sorted(tmp_path.glob("began-*"))}
+    assert began == {f"began-{attempt}-{rank}": str(attempt > 0) for attempt in range(3) for rank in range(2)}
+
+
 @pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2), marks=FULL)], ids=str)
 def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path, worlds):
     """Take a checkpoint from one process of `single` through every stage and back. Each stage loads it, cuts it and writes it again."""

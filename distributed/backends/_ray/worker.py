@@ -31,7 +31,7 @@ _READ_S = 10.0  # time for the launcher to read the last output of a process
 
 
 class Restart(RuntimeError):
-    """Raised by the train function to make Ray start all workers again.
+    """Raised by `work` if the launcher wants all processes to start again.
 
     Attributes:
         silent: the nodes that do not answer the launcher, by their Ray ids, with the ranks of this attempt there.
@@ -46,12 +46,20 @@ class Restart(RuntimeError):
 
 
 def train(worker_config: Mapping[str, Any]) -> None:
-    """Train function for Ray Train. `worker_config` contains the address of the launcher and the request for the process."""
+    """Train function for Ray Train. `worker_config` contains the address of the launcher and the request for the process.
+
+    If the launcher wants all processes to start again, the Ray workers stay and start new ones, because Ray needs many seconds to
+    replace its workers. If a Ray worker itself has ended, the others wait here for it, and Ray replaces all of them.
+    """
     import ray.train
 
     context = ray.train.get_context()
     rank = context.get_world_rank()
-    work(worker_config, rank, context.get_world_size(), lambda metrics: _report(metrics, rank))
+    while True:
+        try:
+            return work(worker_config, rank, context.get_world_size(), lambda metrics: _report(metrics, rank))
+        except Restart:
+            continue
 
 
 def _report(metrics: EpochMetrics, rank: int) -> None:
