@@ -48,7 +48,7 @@ def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
         train = decode(content["train"], reader(checkpoint / _TENSORS))
         _check(train)
         check_kinds(content, {"backend": OBJECT})
-        state = TrainState.from_json(train)
+        state, of_backend = TrainState.from_json(train), content["backend"]
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError, OSError) as error:
         reason = str(error) if type(error) is ValueError else repr(error)
         raise CheckpointError(f"checkpoint {checkpoint}: {STATE} is not a training state ({reason})") from None
@@ -57,7 +57,7 @@ def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
             f"checkpoint {checkpoint} has version {state.data_version} of the order of samples, this version of the package"
             f" knows {DATA_VERSION}: upgrade"
         )
-    return state, content["backend"]
+    return state, of_backend
 
 
 def _check(train: Any) -> None:

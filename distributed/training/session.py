@@ -28,7 +28,7 @@ from distributed.checkpoints.store import CheckpointStore
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.optimization import RateCurve, named, without_curve
 from distributed.config.plan import BatchPlan, in_effect, plan_batch
-from distributed.config.registry import hint_of
+from distributed.config.registry import backend_entry, hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.epochs import Caller, Epochs
