@@ -204,11 +204,11 @@ def test_a_run_killed_in_the_middle_of_uploads_resumes_from_a_verified_checkpoin
         is_last = struck >= kills
         s3.delay_s = 0.01
         command = attack(s3, start, argv, None if is_last else draw.randint(2, 25), draw.choice(["before", "after"]))
+        expected = max([*stored, *here], default=0)
         # A checkpoint that was not uploaded yet is uploaded before the run says from where it goes on.
-        if (expected := max([*stored, *here], default=0)) and (is_last or "global_batch_size" in command.output):
-            assert f"resumed from step-{expected:08d}" in command.output, command.output
-        else:
-            assert "nothing to resume from" in command.output, command.output
+        if is_last or "global_batch_size" in command.output:
+            shown = f"resumed from step-{expected:08d}" if expected else "nothing to resume from"
+            assert shown in command.output, command.output
         if command.process.returncode != 0:
             assert command.process.returncode == -signal.SIGKILL, command.output
             struck += 1
