@@ -49,6 +49,7 @@ NEEDING = {
     "init-1": "it trains the project that the command before it writes",
     "init-2": "it lists the runs of the command before it",
     "init-3": "it writes a file for the script of the first command", "init-4": "it trains the script of the first command",
+    "reliability-0": "it reads the run of the Python sample after it",
     "report-2": "it reads the run of the first command", "report-3": "it reads the runs of the first two commands",
     "runs-4": "it compares runs of the reader", "runs-5": "it compares runs of the reader",
 }  # fmt: skip

@@ -25,6 +25,7 @@ from distributed.launching.hang_check import HangCheck
 from distributed.launching.heartbeat import Board
 from distributed.launching.node_link import NodesEndedError, Round
 from distributed.launching.request import LaunchRequest
+from distributed.launching.slow_check import SlowCheck
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -214,6 +215,7 @@ class Agent:
         real._request, real._run, real._channel, real._display = request, self.run, channel, display
         real._count, real._rendezvous_of_nodes = WorkerCount(request), self.others
         real._hangs = HangCheck(request, self.run, display, Board(1), "", lambda: None)
+        real._slow = SlowCheck(self.run, display, Board(1), "")
         real.verdicts = Verdicts(request, self.run, display, real._count)
         real._is_elastic, real._remaining_restarts, real._nodes = True, 0, [object()]
         real.verdicts.begin({0: 0}, 0)
