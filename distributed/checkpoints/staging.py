@@ -18,7 +18,7 @@ def host_memory(num_bytes: int) -> memoryview:
 
 
 class Copying:
-    """How `checkpoint_async` copies the state of an engine. Engines override what is special about them."""
+    """Allocate memory for the copy that `checkpoint_async` makes of an engine's state. Engines override what is special about them."""
 
     def allocate(self, num_bytes: int) -> memoryview:
         """Return new memory of `num_bytes` bytes for a copy of the state."""

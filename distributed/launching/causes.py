@@ -100,12 +100,6 @@ def short_traceback(error: BaseException) -> str:
     return _format(error, short=True)
 
 
-def line_of(error: BaseException) -> str:
-    """Return where in the user's code `error` was raised, as a phrase for a message, or "" if that is not known."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_users(frame.filename)]
-    return f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-
-
 def message_of(error: BaseException) -> str:
     """Return the message of the error. If its `__str__` raises, the failure is still reported."""
     return traceback.TracebackException(type(error), error, None)._str  # type: ignore[attr-defined,no-any-return]

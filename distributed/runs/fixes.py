@@ -1,4 +1,4 @@
-"""What to try after a failure, in the words of docs/troubleshooting.md, of which a test holds each sentence."""
+"""Name what to try after a failure, in sentences of docs/troubleshooting.md. A test compares them with the page."""
 
 from __future__ import annotations
 

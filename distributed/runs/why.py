@@ -56,7 +56,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """What became of a run.
+    """Hold what became of a run, and why.
 
     Attributes:
         state: the state of the run.

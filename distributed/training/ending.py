@@ -1,4 +1,4 @@
-"""What a fit writes, sends and shows when it ends, besides its checkpoint."""
+"""Write, send and show what a fit leaves at its end, besides its checkpoint."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_what_others_use_is_known_after_one_try(monkeypatch: pytest.MonkeyPatch)
 def test_workers_on_a_silent_node_are_not_waited_for_and_the_next_start_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of three workers on as many nodes, the one on node 1 never ends. The others say that the node does not answer."""
+    """The worker on node 1, one of three, never ends. The others say that the node does not answer."""
     cluster = MadeUpCluster(monkeypatch, [1, 1, 1], [0, 0, 0])
     made, started = placement(cluster, 3, 1), []
 
