@@ -182,7 +182,7 @@ def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | N
 
 
 def aligned_micro_batches(num_samples: int, batch: BatchPlan) -> list[range]:
-    """Return the positions of one update's samples in each of its micro-batches, each of which begins at a multiple of the ranks.
+    """Return the positions of one update's samples in each of its micro-batches. Each begins at a multiple of `data_parallel_size`.
 
     Rank r takes every `data_parallel_size`-th sample of a micro-batch from r on, so that in an update it takes the positions that
     leave the remainder r. In a full update that divides by the number of ranks, these are the `slices`. The micro-batches differ by

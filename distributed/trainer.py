@@ -465,6 +465,7 @@ class Trainer:
 
     @callbacks.setter
     def callbacks(self, callbacks: list[Callback]) -> None:
+        """Replace the callbacks of the next `fit`."""
         self.setup.callbacks[:] = callbacks
 
     @property

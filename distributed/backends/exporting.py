@@ -147,7 +147,7 @@ def check_format(name: str, path: Path, *, force: bool) -> None:
         raise ConfigError(f"{path} already exists: name another path, or replace it with force=True (--force)")
     if path.is_dir() and not _may_be_replaced(path):
         raise ConfigError(
-            f"{path} is a directory with other files than an export has, which would be deleted: name another path"
+            f"{path} is a directory with files that no export writes. They would be deleted: name another path"
         )
 
 

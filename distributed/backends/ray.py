@@ -39,7 +39,7 @@ _JOINED = Need("a cluster that is joined", _of_cluster)
 
 
 def _of_own_processes(where: Situation, name: str) -> str:
-    """Return why the setting has no effect: Ray starts the processes. In a trial with a single bundle, it does not."""
+    """Return why the setting has no effect: Ray starts the processes, except in a trial with a single bundle."""
     is_by_ray = where.request is not None and where.request.launcher.startswith("distributed.backends._ray")
     return "Ray starts the processes" if is_by_ray else OUR_LAUNCHER.lacks(where, name)
 

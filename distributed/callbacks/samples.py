@@ -93,7 +93,7 @@ class SampleText(Samples):
             )
         if (number := options.get("num_return_sequences", 1)) != 1:
             raise ConfigError(
-                f"num_return_sequences={number} of SampleText makes {number} texts of a prompt, and one is logged: drop it, or pass"
+                f"num_return_sequences={number} of SampleText generates {number} texts per prompt, but only one is logged: drop it, or pass"
                 " generate=function(model, prompts), which joins them"
             )
         self.prompts = list(prompts)

@@ -30,7 +30,7 @@ def kept_in_memory(place: Place) -> Iterator[None]:
         _place.reset(token)
 
 
-def place_of(path: Path, num_bytes: int) -> memoryview | None:
+def memory_for(path: Path, num_bytes: int) -> memoryview | None:
     """Return the memory for the content of a new file inside `kept_in_memory`, and None outside of it."""
     place = _place.get()
     return None if place is None else place(path, num_bytes)
@@ -56,7 +56,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int)
     The file gets its full length first, so that a failed save still shows how much space it needed. Raises OSError if
     the file exists or the disk is full or broken.
     """
-    if (memory := place_of(path, num_bytes)) is not None:
+    if (memory := memory_for(path, num_bytes)) is not None:
         start = 0
         for chunk in chunks:
             memory[start : start + len(chunk)] = chunk

@@ -116,7 +116,7 @@ class Mirror:
                 problem = str(error)
                 self._record(dataclasses.replace(info, problem=problem))
             self._warn(
-                f"{self.address}/{info.path.name} is damaged ({problem}), an older checkpoint is used if there is one"
+                f"{self.address}/{info.path.name} is damaged ({problem}): an older checkpoint is used if there is one"
             )
         if newer and than is None:
             names = ", ".join(info.path.name for info in newer[-3:])

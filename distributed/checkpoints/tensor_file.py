@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distributed.checkpoints.durable import place_of, write_file
+from distributed.checkpoints.durable import memory_for, write_file
 from distributed.config.reading import MAX_HEADER_BYTES, MAX_HEADER_GROUPS, num_groups
 from distributed.errors import CheckpointError
 
@@ -69,7 +69,7 @@ def write_tensors(
         raise CheckpointError(f"{path.name} would hold {len(tensors)} tensors, more than one file can: shard the state")
 
     start = len(header).to_bytes(8, "little") + header
-    if writer is write_file and (memory := place_of(path, len(start) + offset)) is not None:
+    if writer is write_file and (memory := memory_for(path, len(start) + offset)) is not None:
         memory[: len(start)] = start
         _copy_all(ordered, memory[len(start) :])
         return

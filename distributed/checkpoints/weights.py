@@ -14,7 +14,7 @@ from distributed.checkpoints.tensor_file import check_header
 from distributed.config.addresses import address_in
 from distributed.errors import CheckpointError, ConfigError
 
-_PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 _SHOWN = 3  # names of a kind that a message lists
 
 
@@ -114,13 +114,13 @@ def find_weights(source: str | Path) -> Path:
         return next((info.path for info in infos if info.is_best), infos[-1].path)
     if any(path.glob("*.safetensors")):
         return path
-    if pickles := sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES):
+    if pickles := sorted(file.name for file in path.iterdir() if file.suffix in PICKLES):
         raise _refused_pickle(path / pickles[0])
     return resolve(path)  # raises the error, or returns a directory called step-... without a manifest
 
 
 def _checked_file(path: Path) -> Path:
-    if path.suffix in _PICKLES:
+    if path.suffix in PICKLES:
         raise _refused_pickle(path)
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path} is not a .safetensors file: give a run directory, a checkpoint or such a file")

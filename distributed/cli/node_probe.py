@@ -102,9 +102,9 @@ def _bandwidths(rank: int, world_size: int, device: str) -> dict[str, list[float
     Pairs that have no rank in common measure at the same time.
     """
     found = {}
-    for meeting in _meetings(world_size):
-        groups = {pair: dist.new_group(list(pair), backend="nccl" if device == "cuda" else "gloo") for pair in meeting}
-        mine = next((pair for pair in meeting if rank in pair), None)
+    for pairs in _rounds(world_size):
+        groups = {pair: dist.new_group(list(pair), backend="nccl" if device == "cuda" else "gloo") for pair in pairs}
+        mine = next((pair for pair in pairs if rank in pair), None)
         if mine is not None:
             rates = _measure(groups[mine], device)
             if rank == mine[0]:
@@ -113,7 +113,7 @@ def _bandwidths(rank: int, world_size: int, device: str) -> dict[str, list[float
     return found
 
 
-def _meetings(count: int) -> list[list[tuple[int, int]]]:
+def _rounds(count: int) -> list[list[tuple[int, int]]]:
     """Return rounds of pairs in which each of `count` ranks meets each other rank once: the circle method for tournaments."""
     ranks = list(range(count + count % 2))  # with an odd count, the last one is a rank that does not exist
     rounds = []

@@ -170,7 +170,7 @@ def _given(merged: MergedConfig, names: tuple[str, ...]) -> list[str]:
 
 
 def _said(merged: MergedConfig, names: tuple[str, ...]) -> list[str]:
-    """Return the settings that were given for this script and not, as in a file or a sweep, for several ones."""
+    """Return the settings that code or a flag gives. A file or a sweep may serve several scripts, so its settings do not count."""
     return [name for name in _given(merged, names) if merged.source(name) in ("code", "flag")]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
 
-# In the words of docs/troubleshooting.md, of which a test holds each sentence.
+# Worded as in docs/troubleshooting.md. A test compares them.
 _TORCH_HINTS = {
     "DataLoader worker (pid": "A loader worker was killed, usually because memory ran out. Use fewer workers or a smaller prefetch_factor.",
     "NCCL error": "Set NCCL_DEBUG=INFO in the environment of the command: NCCL then writes the reason to RUN/logs/rank-N.log.",
@@ -117,7 +117,8 @@ class BackendEntry:
 # AdamW and DDP of torch 2.13 import torch._dynamo on first use, which takes a second per worker. The fork server imports it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
 _TORCH_STARTING = "distributed.backends.starting:TorchStarting"
-# Without KINETO_LOG_LEVEL, torch's profiler (2.13) prints lines when it starts and stops. Torch reads it once, on import.
+# Workaround (torch 2.13, no upstream issue known; may go when the profiler prints nothing by default): torch's profiler prints lines
+# when it starts and stops. Torch reads the variable once, on import.
 _TORCH_PROFILE = {"KINETO_LOG_LEVEL": "99"}
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
 # Of torch (2.13), and of gloo and NCCL below it.

@@ -68,6 +68,6 @@ def check_unused(fits: Fits, call: str) -> None:
         )
     if fits.is_used:
         raise ConfigError(
-            f"{call} trains a copy of the model as it was given, and this trainer has used it already:"
+            f"{call} trains a copy of the untrained model, but this trainer has used its model already:"
             " call it before fit, evaluate, predict and save, or on a new Trainer"
         )

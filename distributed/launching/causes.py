@@ -37,7 +37,7 @@ class Failure:
     node: str = ""  # name of the rank's machine, if the launcher started workers on several
     reached: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
     micro_batch: int = 0  # see TrainingError
-    note: str = ""  # why the run is not restarted, although it may be after such a failure
+    note: str = ""  # why the run is not restarted, although such a failure allows a restart
     phase: str = ""  # what the rank did in its fit, in the words of `heartbeat.Phase`; "" outside of a fit
     place: str = ""  # file, line and function of the user's code, or "" if that is not known
     is_echo: bool = False  # whether it repeats the error of another rank
@@ -124,7 +124,7 @@ def place_of(error: BaseException) -> str:
 
 
 def place_of_caller(frame: FrameType | None) -> str:
-    """Return the file, the line and the function of the user's code that the innermost such frame from `frame` outwards is in, or ""."""
+    """Return file, line and function of the innermost frame of the user's code, from `frame` outwards, or "" if there is none."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return "" if frame is None else f"{frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"

@@ -30,7 +30,7 @@ Check = Callable[[Mapping[int, Mapping[str, Any]]], str | None]  # why nodes, by
 
 
 def seals(secret: str, client: str, server: str) -> tuple[Seal, Seal]:
-    """Return the seals of the lines to a node and from it. Both ends draw a word, so that no line of an earlier connection fits."""
+    """Return the seals of the lines to a node and from it. Each end contributes a random word, so lines of an earlier connection are rejected."""
     return Seal(secret, f"to node {client} {server}"), Seal(secret, f"from node {client} {server}")
 
 

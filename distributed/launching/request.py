@@ -236,7 +236,7 @@ class LaunchRequest:
         300.0  # seconds until lost workers are replaced, and at most until a new node takes part
     )
     node_rank: int = 0
-    asks_for_rank: bool = False  # whether node 0 numbers this node, which is not node 0
+    asks_for_rank: bool = False  # whether node 0 assigns the rank of this node; False on node 0
     master_addr: str = "localhost"
     master_port: int | None = None
     device: str = "cpu"
@@ -256,7 +256,7 @@ class LaunchRequest:
     node_timeout: float = 120.0  # seconds in which a lost node, or its replacement, must join again
     timeout_s: float = 300.0  # seconds that workers may take to end after a signal
     hang_timeout: float | None = (
-        None  # seconds after which a rank that stands still in an update is said to hang; 0 or None: never
+        None  # seconds after which a rank that stands still in an update is reported as hanging; 0 or None: never
     )
     verbose: bool = True
     again: str = ""  # the command that resumes this run, shown after a signal ended it

@@ -98,7 +98,7 @@ class Logged:
         return self._num_samples
 
     def weigh(self, num_samples: int | None) -> None:
-        """Weigh what is logged from now on with `num_samples`, those of the micro-batch whose step begins. With 0 nothing is kept.
+        """Set the weight of values that are logged from now on: the samples of the micro-batch that begins. 0 discards the values.
 
         None ends the step. Each value that is logged outside of a step counts once.
         """

@@ -1,4 +1,4 @@
-"""Put the progress of a run into words: numbers, durations, a line that fits into a given width, text that a terminal only shows."""
+"""Put the progress of a run into words: numbers, durations, a line that fits into a given width, text without control characters."""
 
 from __future__ import annotations
 

@@ -30,6 +30,7 @@ _PART = ".part"  # in the directory of another node than node 0
 REMOTE = "remote.json"  # file with the address of the copy of the directory in object storage, if there is one
 JOB = "job"  # directory of the files for a scheduler, written before the run
 LEARNING_RATE = "learning-rate"  # directory of a learning rate finder below that of the run; further ones get a number
+FAILURES = ("worker_failed", "node_failed", "not_started")  # events with the reason why workers failed or did not start
 _EVENT = {
     "event": TEXT, "time": SECONDS, "step": COUNT, "checkpoint": TEXT, "cause": optional(TEXT),
     "traceback": optional(TEXT), "after": optional(TEXT), "rank": optional(COUNT), "in_step": COUNT,
@@ -341,8 +342,7 @@ def _is_event(line: Any) -> bool:
 
 def last_failure_of(events: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the newest of `events` with the reason why workers failed or did not start, or None."""
-    kinds = ("worker_failed", "node_failed", "not_started")
-    return next((event for event in reversed(events) if event["event"] in kinds), None)
+    return next((event for event in reversed(events) if event["event"] in FAILURES), None)
 
 
 def _this_process() -> str:

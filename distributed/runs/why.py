@@ -16,13 +16,12 @@ from typing import Any
 from distributed.config.kinds import COUNT, SECONDS, check_kinds, is_number
 from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
-from distributed.runs.directory import RunDirectory
+from distributed.runs.directory import FAILURES, RunDirectory
 from distributed.runs.fixes import STANDING_STILL, fix_of
 from distributed.runs.listing import RunState, read_state_of
 from distributed.runs.recorded import read_recorded
 
 STANDING = "standing still"  # verdict on a run that goes on, but has not shown progress for long
-_FAILURES = ("worker_failed", "node_failed", "not_started")
 _ENDS = ("finished", "preempted")
 _HANG_TIMEOUT_S = 60.0  # the default of `hang_timeout`
 _SLOW = 10  # how much longer a start may take
@@ -135,10 +134,10 @@ def _this_launch(run: RunDirectory, events: list[dict[str, Any]]) -> list[dict[s
     begin, end = 0, ""
     for index, event in enumerate(recent or events):
         kind = event["event"]
-        is_another = kind in (*_FAILURES, *_ENDS) and (end in _ENDS or (end in _FAILURES and not recent))
+        is_another = kind in (*FAILURES, *_ENDS) and (end in _ENDS or (end in FAILURES and not recent))
         if (kind == "started" and not event.get("restart_count")) or is_another:
             begin = index
-        end = kind if kind in _ENDS or (kind in _FAILURES and not _goes_on(event)) else ""
+        end = kind if kind in _ENDS or (kind in FAILURES and not _goes_on(event)) else ""
     return (recent or events)[begin:]
 
 
@@ -155,7 +154,7 @@ def _failures(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     is_new = True
     for event in events:
-        if event["event"] not in _FAILURES:
+        if event["event"] not in FAILURES:
             is_new = is_new or event["event"] in ("started", "restarted", "regrouped")
         elif is_new:
             found.append(event)
@@ -171,8 +170,8 @@ def _goes_on(event: Mapping[str, Any]) -> bool:
 
 
 def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bool) -> str:
-    last = next((event for event in reversed(events) if event["event"] in (*_FAILURES, *_ENDS)), None)
-    if state.status == "finished" and last is not None and last["event"] in _FAILURES and not _goes_on(last):
+    last = next((event for event in reversed(events) if event["event"] in (*FAILURES, *_ENDS)), None)
+    if state.status == "finished" and last is not None and last["event"] in FAILURES and not _goes_on(last):
         return "failed"  # the script, after a fit that had finished
     if not state.is_over and is_silent:
         return STANDING

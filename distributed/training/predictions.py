@@ -193,7 +193,7 @@ def _complete(path: Path, content: dict[str, Any]) -> None:
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
         raise ConfigError(
-            f"{path} has not the file {missing[0]} that another process wrote: name a directory that all nodes share"
+            f"{path} lacks the file {missing[0]} that another process wrote: name a directory that all nodes share"
         )
     raw = json.dumps(content).encode()
     replace_file(path / MANIFEST, [raw], len(raw))

@@ -295,7 +295,7 @@ def _overrides(config: Any, outside: Overrides, job: Job | None) -> Overrides:
 
 
 def _drop_replaced(arguments: dict[str, Any], job: Job) -> list[str]:
-    """Remove what an optimizer or a schedule of the script brings itself, as transformers does, and return notices about it."""
+    """Remove the settings that an optimizer or a schedule of the script replaces, and return notices about them."""
     notices = []
     for what, given, name in (
         ("an optimizer", job.optimizer, "learning_rate"),

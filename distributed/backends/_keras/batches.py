@@ -31,7 +31,7 @@ def unpacked(batch: Any) -> KerasBatch:
         return KerasBatch(batch)
     if not 1 <= len(batch) <= 3:
         raise ConfigError(
-            f"the batch is a sequence of {len(batch)}, and Keras takes (inputs, targets) or (inputs, targets, sample_weight):"
+            f"the batch is a sequence of {len(batch)}, but Keras takes (inputs, targets) or (inputs, targets, sample_weight):"
             " put several inputs into a tuple or dict of their own"
         )
     return KerasBatch(*batch)

@@ -253,7 +253,7 @@ def check_placement(address: str | None, processes: int, cpus: float) -> None:
 
 
 def check_address(address: str) -> None:
-    """Raise an error if the address is none of a Ray cluster, or no cluster listens there. Does not load Ray."""
+    """Raise an error if the address is not that of a Ray cluster, or no cluster listens there. Does not load Ray."""
     if (host_and_port := _host_and_port(address)) is not None:
         _reach(address, *host_and_port)
     elif address != "auto":

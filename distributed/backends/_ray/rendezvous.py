@@ -231,7 +231,7 @@ class RendezvousServer:
     def _break(self, attempt: int) -> None:
         """Begin this attempt no more, because it has lost a worker before all had connected: the others start again with the next.
 
-        Of an attempt that has begun, no worker is told anything here, because its verdict decides.
+        The workers of an attempt that has begun receive nothing here, because the verdict on the attempt decides.
         """
         self._broken = max(self._broken, attempt)
         self._send_back([name for name, worker in self._joining.items() if worker.hello.get("attempt") == attempt])

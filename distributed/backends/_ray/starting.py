@@ -10,6 +10,7 @@ from distributed.backends._ray.asking import ask
 from distributed.backends._ray.cluster import JOIN_S, check_address, check_placement, unreached
 from distributed.backends._ray.joining import connected
 from distributed.backends._ray.resources import RayNode, Workers, missing, nodes_of
+from distributed.backends._ray.trials import is_in_tune, this_trial, wait_for_thread
 from distributed.backends.starting import TorchStarting
 from distributed.config.plan import plan_processes
 from distributed.errors import ConfigError
@@ -50,7 +51,7 @@ class RayStarting(TorchStarting):
     def plan(self, config: DistributedConfig) -> ProcessPlan:
         """Return the processes. The GPUs of the cluster count if one is joined, and those of this machine otherwise."""
         address = config.address or connected()
-        if address is None or _trial() is not None:
+        if address is None or this_trial() is not None:
             return plan_processes(config)
         options, found = config.options("ray"), list[RayNode]()
 
@@ -71,17 +72,17 @@ class RayStarting(TorchStarting):
         return (options.engine,)
 
     def is_fit_in_workers(self, plan: ProcessPlan) -> bool:
-        return plan.world_size > 1 or _trial() is None
+        return plan.world_size > 1 or this_trial() is None
 
     def launcher(self) -> str:
-        trial = _trial()
+        trial = this_trial()
         has_own_processes = trial is not None and trial["bundles"] == 1
         # With a single bundle, all resources belong to the trial's own process, so training processes are its children.
         return super().launcher() if has_own_processes else "distributed.backends._ray.launch"
 
     def launcher_options(self, config: DistributedConfig, plan: ProcessPlan) -> dict[str, Any]:
         options = config.options("ray")
-        trial = _trial()
+        trial = this_trial()
         if trial is not None and trial["bundles"] == 1:
             return {}
         if trial is not None:
@@ -100,7 +101,7 @@ class RayStarting(TorchStarting):
         }
 
     def on_epoch(self, config: DistributedConfig) -> Callable[[EpochMetrics], None] | None:
-        return _report if config.options("ray").report_to_tune and _is_in_tune() else None
+        return _report if config.options("ray").report_to_tune and is_in_tune() else None
 
 
 def _nodes(address: str, patience_s: float, *, is_given: bool) -> list[RayNode]:
@@ -137,48 +138,20 @@ def _gpus_to_plan(config: DistributedConfig, nodes: Sequence[RayNode]) -> int:
 
 
 def _check_trial(options: Any) -> None:
-    if options.callbacks is not None and _trial() is not None:
+    if options.callbacks is not None and this_trial() is not None:
         raise ConfigError(
             "ray.callbacks are called by Ray Train, which a trial of Ray Tune does not use: give tune.run callbacks, or drop it"
         )
-    if options.report_to_tune and worker_environment() is None and not _is_in_tune():
+    if options.report_to_tune and worker_environment() is None and not is_in_tune():
         raise ConfigError(
             "ray.report_to_tune=True works in a trial of Ray Tune only, and this is not one: drop it, or make the trainer in the function that"
             " is passed to tune.run"
         )
 
 
-def _trial() -> dict[str, Any] | None:
-    """Return the address and placement group of the Ray actor or task in which this code runs, such as a trial of Ray
-    Tune. Return None outside of Ray's workers."""
-    ray = sys.modules.get("ray")
-    if ray is None or not ray.is_initialized():
-        return None
-    context = ray.get_runtime_context()
-    if context.worker.mode != ray.WORKER_MODE:
-        return None
-    group = ray.util.get_current_placement_group()
-    return {
-        "address": context.gcs_address,
-        "placement_group": None if group is None else group.id.hex(),
-        "bundles": 1 if group is None else group.bundle_count,
-    }
-
-
-def _is_in_tune() -> bool:
-    """Return True in a trial of Ray Tune that runs a function. Trials of other kinds cannot call `tune.report`."""
-    reporting = sys.modules.get("ray.tune.trainable.trainable_fn_utils")
-    return reporting is not None and bool(reporting._in_tune_session())
-
-
 def _report(metrics: EpochMetrics) -> None:
     """Report an epoch to Ray Tune and wait until Tune has received it. Raises SystemExit if Tune stops the trial."""
     from ray import tune
-    from ray.train._internal.session import get_session
 
-    # Workaround (Ray 2.60, no upstream issue known; may go when Ray Tune waits by itself): Ray Tune ends the trial's
-    # process without waiting for this thread, although a stop may take ten minutes. Make it wait until the thread has
-    # saved and left.
-    thread = get_session().training_thread
-    thread.join = lambda timeout=None: type(thread).join(thread)
+    wait_for_thread()
     tune.report(dict(metrics))

@@ -169,7 +169,7 @@ class RowCollator:
         return {name: padded[name] if name in padded else self._joined(name, rows) for name in rows[0]} | padded
 
     def _names_of_inputs(self, row: _Row) -> list[str]:
-        """Return the names of the sequences that the tokenizer pads, or none if the row has not its main input."""
+        """Return the names of the sequences that the tokenizer pads, or none if the row lacks the main input."""
         if self._tokenizer is None or getattr(self._tokenizer, "pad_token", "") is None:
             return []
         names = [name for name in self._tokenizer.model_input_names if name in row]

@@ -41,7 +41,7 @@ class Generation:
         if not callable(getattr(self._model, "generate", None)):
             kind = type(self._model).__name__
             raise ConfigError(
-                f"predict_with_generate=True needs a model with generate(), which {kind} has not: use one of transformers, such as"
+                f"predict_with_generate=True needs a model with generate(), but {kind} has none: use one of transformers, such as"
                 " AutoModelForSeq2SeqLM, or drop predict_with_generate"
             )
         _check_signature(self._model)

@@ -126,7 +126,7 @@ class SeveralPasses(Passes):
         """Run the backward pass of a call for micro-batch `index`. After the last one, make the update. A collective."""
         with self._logging(None), self._without_autocast():
             self._take_outside(index, name, value)
-        torch.clear_autocast_cache()  # the casts of weights that autocast keeps until its end are old now
+        torch.clear_autocast_cache()  # autocast caches casts of the weights, which the update has changed
 
     def _take_outside(self, index: int, name: str, value: Any) -> None:
         """Do what `_take` says outside of the user's autocast, and with the weights of values that hooks log."""

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.backends._ray.trials import wait_for_thread
 from distributed.checkpoints.durable import replace_text
 from distributed.errors import ConfigError, TrainingError
 from distributed.metrics.monitor import unknown_metric
@@ -75,16 +76,9 @@ def run(context: ActorContext, config: Mapping[str, Any]) -> None:
 
 
 def _prepare(context: ActorContext) -> None:
-    """Make Ray Tune wait for the thread of a trial before the actor ends or runs another trial.
-
-    Workaround (Ray 2.60, no upstream issue known; may go when Ray Tune waits for a thread that is saving): Ray Tune
-    waits only a limited time for it.
-    """
-    from ray.train._internal.session import get_session
-
+    """Make Ray Tune wait for the thread of a trial, and change to the working directory of the search."""
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = _THREAD_S
-    thread = get_session().training_thread
-    thread.join = lambda timeout=None: type(thread).join(thread)
+    wait_for_thread()
     with contextlib.suppress(OSError):  # the directory does not exist on this node
         os.chdir(context.cwd)
 
