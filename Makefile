@@ -18,7 +18,7 @@ HOROVOD_WITH ?=
 # files come first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test test-docs test-full test-cluster test-gpu check format docs bench screenshots docker-check release clean horovod
+.PHONY: demo test test-docs test-full test-cluster test-gpu soak check format docs bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(DEMO_STAMP)
@@ -38,6 +38,10 @@ test-docs: $(STAMP) $(HOROVOD_STAMP)
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m cluster --dist loadgroup
+
+# Half an hour of training under random faults, and 400 short jobs: as root, about 50 minutes.
+soak: $(STAMP)
+	$(BIN)/python -m tests.faults.soak --minutes 30 --jobs 200
 
 # On a machine with a GPU, in eight minutes, with its own Python (torch with CUDA, pytest) and nothing installed. The tests
 # themselves can be tried out on CPUs: GPU_REHEARSAL=cpu make test-gpu GPU_PYTHON=.venv/bin/python

@@ -151,6 +151,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
         "checkpoint_async": "its checkpoints are written at once: drop it, or use backend 'fsdp'",
+        "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'fsdp'",
         "dtype=float64": "its engine has no float64, and ZeRO keeps parameters in float32: use backend 'fsdp'",
         "mixed_precision=fp16": (
             If("on CPUs", lambda own: own.plan.device == "cpu" and not HAS_FP16_ON_CPU, "set mixed_precision='bf16'"),

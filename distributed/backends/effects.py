@@ -202,6 +202,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "max_failed_saves": (),
     "auto_micro_batch": (RESTARTED,),
     "checkpoint_async": (),
+    "snapshot_every_n_steps": (RESTARTED,),
     "keep_latest_k": (),
     "keep_best": (),
     "log_every_n_steps": (),

@@ -75,6 +75,7 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
 _REFUSES: Refusals = {
     **PROCESS_GROUPS,
     "checkpoint_async": "its checkpoints are written at once: drop it, or use backend 'pytorch-ddp' or 'fsdp'",
+    "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'pytorch-ddp' or 'fsdp'",
     "node_rank": _RAY_PLACES,
     "min_nodes": _RAY_PLACES,
     "auto_micro_batch": "Ray counts every restart: set a smaller batch_size, or use backend 'pytorch-ddp' or 'fsdp'",

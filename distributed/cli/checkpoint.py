@@ -1,4 +1,4 @@
-"""`distributed checkpoint`: list, verify and export checkpoints. Loads no framework."""
+"""`distributed checkpoint`: list, verify, export and convert checkpoints. Loads no framework."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from distributed.backends.converting import convert
 from distributed.checkpoints.durable import size_text
 from distributed.checkpoints.manifest import CheckpointInfo, best_of, list_checkpoints, resolve, verify
 from distributed.checkpoints.mirror import stored_checkpoints
@@ -24,7 +25,7 @@ _COLUMNS = ("step", "epoch", "size", "saved (UTC)", "saved by")
 
 @app.callback(invoke_without_command=True)
 def checkpoint_(context: typer.Context) -> None:
-    """List, verify and export checkpoints."""
+    """List, verify, export and convert checkpoints."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
         raise typer.Exit(2)
@@ -93,6 +94,50 @@ def verify_(
 
 
 app.command("export", cls=Command)(export)  # the same command as `distributed export`
+
+
+@app.command("convert", cls=Command)
+def convert_(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="a file of torch.save, or a directory of torch.distributed.checkpoint, DeepSpeed, Lightning, Accelerate or transformers"
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT.safetensors", help="the file to write")],
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="let the checkpoint run code, in a process without network where the system allows it"
+        ),
+    ] = False,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="where the weights are in the saved object, such as app.model (default: found)"
+        ),
+    ] = None,
+    prefix: Annotated[
+        str,
+        typer.Option(help="take only tensors whose names begin so, and remove it: model. for Lightning's self.model"),
+    ] = "",
+    force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
+) -> None:
+    """Write the weights of another program's checkpoint to a file that `--init-from` and `load_weights` take.
+
+    Only weights are converted. Directories of torch.distributed.checkpoint and DeepSpeed, and pickles of more than tensors, need
+    --trust, because reading them can run code.
+    """
+    done = convert(source, out, trust=trust, key=key, prefix=prefix, force=force)
+    skipped = f", without {', '.join(map(shown, done.skipped[:3]))} (no tensors)" if done.skipped else ""
+    network = (
+        ""
+        if done.is_isolated or not trust
+        else ", read by a process with network, because this system gives it no other"
+    )
+    typer.echo(
+        f"{out}: {done.num_tensors} tensors, {size_text(done.num_bytes)}, from {shown(str(source))} ({done.format}){skipped}{network}"
+    )
 
 
 def _stored(address: str) -> list[CheckpointInfo]:

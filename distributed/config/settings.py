@@ -151,6 +151,7 @@ class DistributedConfig:
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, maximum=_LONGEST_S, group=CHECKPOINTS)
     checkpoint_trainable_only: bool = setting(False, "leave frozen parameters out of checkpoints; a resumed run takes them from the model", group=CHECKPOINTS)
     checkpoint_async: bool = setting(False, "copy the state and write the checkpoint in the background while training continues", group=CHECKPOINTS)
+    snapshot_every_n_steps: int | None = setting(None, "updates between two snapshots in memory, from which killed workers start again (default: none)", int, minimum=1, group=CHECKPOINTS)
     keep_latest_k: int = setting(3, "number of newest checkpoints to keep", minimum=1, group=CHECKPOINTS)
     keep_best: bool = setting(True, "also keep the checkpoint with the best monitor", group=CHECKPOINTS)
 

@@ -15,6 +15,7 @@ import json
 import os
 import pkgutil
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -35,7 +36,7 @@ from distributed.launching.variables import crowding, set_missing, set_thread_va
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.runs.remote import push_at_end, upload_rest
-from distributed.runs.temporary import remove_leftovers
+from distributed.runs.temporary import MEMORY, memory_of, remove_leftovers
 
 _AGENT_GRACE_S = 10.0  # time for the agent to print and exit once every worker has ended
 _JOINING_GRACE_S = 1.0  # for the agent if no worker has been started
@@ -49,9 +50,14 @@ def launch(request: LaunchRequest) -> int:
     is imported.
     """
     remove_leftovers(tempfile.gettempdir())
+    remove_leftovers(MEMORY)  # snapshots of launches that were killed
     run = RunDirectory(request.run_dir) if request.run_dir and request.node_rank == 0 else None
     begin = 0 if run is None else run.events_size()
-    code: int = importlib.import_module(request.launcher).serve(request)
+    try:
+        code: int = importlib.import_module(request.launcher).serve(request)
+    finally:
+        if run is not None:
+            shutil.rmtree(memory_of(run.path), ignore_errors=True)
     return code if run is None else _copied(run, code, begin)
 
 

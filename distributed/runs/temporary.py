@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+MEMORY = Path("/dev/shm")  # a file system of Linux in memory
 _PREFIXES = ("distributed-", "ray-")
 _OWNER = "owner"
 _MACHINE_ID = Path("/etc/machine-id")
@@ -33,12 +34,21 @@ def temporary_directory() -> Iterator[Path]:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def claim(path: Path) -> Path:
-    """Create the directory `path` with mode 0700 and this process as its owner. Leftovers beside it are removed first."""
+def claim(path: Path, owner: int | None = None) -> Path:
+    """Create the directory `path` with mode 0700 and a process as its owner, this one unless `owner` is the id of another.
+
+    Leftovers beside it are removed first.
+    """
     remove_leftovers(path.parent)
     path.mkdir(mode=0o700)
-    (path / _OWNER).write_text(f"{_identity(os.getpid()) or ''} {_machine() or '-'}")
+    (path / _OWNER).write_text(f"{_identity(os.getpid() if owner is None else owner) or ''} {_machine() or '-'}")
     return path
+
+
+def memory_of(run_dir: str | os.PathLike[str]) -> Path:
+    """Return the directory, in the memory of this machine, for the snapshots of the launch that has locked `run_dir`."""
+    name = hashlib.sha256(os.fsencode(os.path.abspath(run_dir))).hexdigest()[:16]
+    return MEMORY / f"distributed-{name}"
 
 
 def remove_leftovers(directory: str | os.PathLike[str]) -> None:

@@ -54,6 +54,7 @@ class Run:
     # Waits for a checkpoint that is saved in the background, if there is one. A collective in its hooks only. Returns False if the
     # checkpoint could not be written to disk.
     finish_checkpoint: Callable[[], bool] = lambda: True
+    write_snapshot: Callable[[], bool] | None = None  # a collective; None without `snapshot_every_n_steps`
     last_saved: tuple[int, int] = (-1, -1)  # (step, epoch) of the last checkpoint
     is_checkpoint_lost: Callable[[], bool] = lambda: False  # a collective; whether somebody deleted the last checkpoint
     metrics: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # the user's metrics by name
@@ -254,6 +255,8 @@ def follow(run: Run, result: StepResult) -> bool:
     save_every = run.config.checkpoint_every_n_steps or math.inf
     if state.step % save_every == 0 and run.last_saved != (state.step, state.epoch):
         _save_or_wait(run)
+    if run.write_snapshot is not None and not _is_last_step(run):
+        _take_snapshot(run)
     run.heartbeat.mark(Phase.DATA, state.step + 1)
     return True
 
@@ -271,11 +274,15 @@ def _validate_every(run: Run) -> float:
 
 def _save_or_wait(run: Run) -> None:
     """Save now, or after the row of the epoch or of the run if this step was the last one before it. A collective."""
-    state = run.state
-    is_end = state.samples_in_epoch == run.train.num_samples or state.step >= (run.config.max_steps or math.inf)
-    run.is_save_due = is_end
-    if not is_end:
+    run.is_save_due = _is_last_step(run)
+    if not run.is_save_due:
         save(run)
+
+
+def _is_last_step(run: Run) -> bool:
+    """Return whether the step that has ended is the last one before the row of the epoch or of the run."""
+    state = run.state
+    return state.samples_in_epoch == run.train.num_samples or state.step >= (run.config.max_steps or math.inf)
 
 
 def _monitors(run: Run) -> Iterable[str]:
@@ -487,6 +494,8 @@ def finish_epoch(run: Run) -> bool:
     frequency = run.config.checkpoint_frequency
     if run.is_save_due or (frequency is not None and state.epoch % frequency == 0):
         save(run)
+    if run.write_snapshot is not None:
+        _take_snapshot(run)
     return True
 
 
@@ -628,22 +637,39 @@ def _cursor(run: Run) -> dict[str, Any] | None:
 def save(run: Run) -> None:
     """Save a checkpoint now, or begin to save it in the background. A collective."""
     run.is_save_due = False
+    if _store(run, lambda: _finish_and_write(run)):
+        run.last_saved = (run.state.step, run.state.epoch)
+
+
+def _finish_and_write(run: Run) -> bool:
+    finish_save(run)
+    return run.write_checkpoint()
+
+
+def _take_snapshot(run: Run) -> None:
+    """Keep a snapshot in memory if one is due and this state is not in a checkpoint. A collective."""
+    state, every = run.state, run.config.snapshot_every_n_steps
+    if every is not None and state.step % every == 0 and run.last_saved != (state.step, state.epoch):
+        assert run.write_snapshot is not None
+        _store(run, run.write_snapshot)
+
+
+def _store(run: Run, write: Callable[[], bool]) -> bool:
+    """Store the state with `write`, and count the time. Return what `write` returns. A collective."""
     run.heartbeat.mark(Phase.SAVING, run.state.step, is_slow=True)
     collect(run)
     # A resumed run does not repeat the steps before the checkpoint, so nothing that they logged may wait longer.
     _record_pending(run)
     began = time.perf_counter()
-    finish_save(run)
     run.state.cursor = _cursor(run)
-    is_saved = run.write_checkpoint()
+    is_stored = write()
     _record_pending(run)  # of on_checkpoint
     seconds = time.perf_counter() - began
     run.spent.checkpoint += seconds
     run.spent.total += seconds  # added here, because a checkpoint between two epochs belongs to no window
     run.saved_s += seconds
-    if is_saved:
-        run.last_saved = (run.state.step, run.state.epoch)
     run.heartbeat.mark(Phase.CALLBACKS, run.state.step, is_slow=True)
+    return is_stored
 
 
 def finish_save(run: Run) -> None:

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,6 +59,7 @@ from distributed.training.interrupts import by_the_clock, stop_on_signals
 from distributed.training.micro_batches import shard_to_fit
 from distributed.training.predictions import write_outputs
 from distributed.training.setup import Setup
+from distributed.training.snapshots import Snapshots, open_snapshots
 from distributed.training.so_far import means_of_epoch
 from distributed.training.validation import Validation, evaluate, evaluation_batch, sets_of, shard_of
 
@@ -73,8 +74,9 @@ class OpenedFit:
     shards: Mapping[str, ShardedData]  # validation sets by the prefix of their metrics
     callbacks: list[Callback]
     store: CheckpointStore
+    snapshots: Snapshots | None
     run: RunDirectory
-    found: Path | None  # the checkpoint from which the fit resumes
+    found: Path | None  # the checkpoint or the snapshot from which the fit resumes
     notices: list[str]
 
 
@@ -92,6 +94,7 @@ class Fit:
     began: float  # start of the fit in monotonic seconds, minus the `total_time` of earlier attempts
     saved: threading.Event = dataclasses.field(default_factory=threading.Event)
     pending: TrainState | None = None  # the state of a save that is not over
+    take_snapshot: Callable[[], bool] | None = None  # a collective; None without `snapshot_every_n_steps`
 
     def stop_clock(self) -> None:
         """Update `state.total_time`."""
@@ -182,17 +185,22 @@ class FitSession:
         }
         callbacks = self._callbacks(merged)
         store = self.files.open_store(merged, run)
+        snapshots = open_snapshots(backend, run.path, self.context, self._reporter, self.files.on_main)
         found = self._find(merged, store, run)
+        if snapshots is not None and self._state is None and self.setup.restart_count:
+            found = snapshots.newer_than(found)
         notices = [
             *train.notices,
             *self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None),
         ]
-        return OpenedFit(train, shards, callbacks, store, run, found, notices)
+        return OpenedFit(train, shards, callbacks, store, snapshots, run, found, notices)
 
     def start(self, opened: OpenedFit) -> Fit:
         """Load the checkpoint that was found, if there is one, and open the loggers. A collective."""
         train, callbacks, run = opened.train, opened.callbacks, opened.run
         state, resumed = self._resume(opened.found, opened.store, callbacks, run)
+        if resumed is not None and opened.snapshots is not None and opened.found in opened.snapshots:
+            resumed += " in memory"
         for data in (train, *opened.shards.values()):
             data.use_version(state.data_version)
         merged = self._limit(self.merged, state)
@@ -203,6 +211,8 @@ class FitSession:
         validation = Validation(opened.shards) if opened.shards and not self.setup.job.is_own_loop else None
         result, began = Result(run, self.setup.plan, self.context), time.monotonic() - state.total_time
         fit = Fit(state, train, validation, callbacks, opened.store, run, result, began)
+        if opened.snapshots is not None:
+            fit.take_snapshot = lambda: opened.snapshots.take(fit.state_to_save(), _without_paths(merged.config))
         if merged.config.checkpoint_async:
             opened.notices.append(self.files.memory_for_copies())
         self._show_start(merged, train.batch, opened.notices, fit, resumed)
@@ -235,7 +245,7 @@ class FitSession:
         job = self.setup.job
         run = loop.Run(
             self.backend, config, fit.train, fit.validation, state, common, fit.callbacks, lambda: self._write_checkpoint(fit, common),
-            lambda: fit.pending is None or self._after_save(fit, fit.store.finish()), last_saved,
+            lambda: fit.pending is None or self._after_save(fit, fit.store.finish()), fit.take_snapshot, last_saved,
             metrics=job.metrics, has_training_step=job.training_step is not None or job.is_own_loop,
             is_monitor_expected=not job.is_own_loop or self.merged.is_given("monitor"), is_checkpoint_lost=fit.store.is_lost,
         )  # fmt: skip

@@ -570,6 +570,7 @@ TESTED = {  # setting -> a test of its effect or of its refusal
     "checkpoint_every_s": HERE_TESTS + "test_checkpoints_by_the_clock_never_keep_training_from_going_on",
     "checkpoint_trainable_only": "conformance/test_trainable_only.py::test_they_travel_in_float64",
     "checkpoint_async": "unit/test_checkpoint_async.py::test_a_fit_has_the_checkpoints_weights_and_events_of_one_that_saves_at_once",
+    "snapshot_every_n_steps": "conformance/test_snapshots.py::test_a_killed_worker_costs_at_most_one_step_and_no_bit",
     "keep_latest_k": KEPT,
     "keep_best": KEPT,
     "log_every_n_steps": HERE_TESTS + "test_log_lines_come_every_n_updates_and_at_the_end_of_an_epoch",

@@ -63,7 +63,10 @@ OFF = {
     "profile_warmup", "profile_active", "tensorboard_histograms", "warmup_start", "elastic_interval_s", "min_nproc_per_node",
 }  # fmt: skip
 LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception", "hang_timeout"}
-RESTARTED = {"auto_micro_batch"}  # works wherever our launcher starts the workers, whenever the setting becomes known
+RESTARTED = {
+    "auto_micro_batch",
+    "snapshot_every_n_steps",
+}  # work wherever our launcher starts the workers, whenever the setting becomes known
 # Workers of one node meet in a file: nothing looks for them at an address, and no port is opened.
 ONE_NODE = {"master_addr", "master_port", "node_rank", "node_timeout", "min_nodes"}
 ONE_PROCESS = {"communication_backend", "start_timeout"} | ONE_NODE

@@ -49,7 +49,8 @@ def _on_tensorflow() -> dict[str, tuple[If, ...]]:
     return {
         name: (If("with horovod.keras_backend='tensorflow'", holds, reason),)
         for name, reason in refusals.REFUSES.items()
-        if isinstance(reason, str) and name not in ("communication_backend", "address", "checkpoint_async")
+        if isinstance(reason, str)
+        and name not in ("communication_backend", "address", "checkpoint_async", "snapshot_every_n_steps")
     }
 
 
@@ -79,6 +80,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
 }
 REFUSES: Refusals = {
     "checkpoint_async": "its checkpoints are written at once: drop it, or use backend 'pytorch-ddp'",
+    "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'pytorch-ddp'",
     "communication_backend=nccl": "Horovod uses NCCL for GPUs if it was built with NCCL: drop it",
     "communication_backend=mpi": (
         If(

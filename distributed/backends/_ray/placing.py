@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ _SILENT_S = (
     120.0  # no worker is placed for so long on a node that did not answer; meanwhile Ray itself notices that it is lost
 )
 
+logger = logging.getLogger(__name__)
 OnLost = Callable[[int], None]  # called with the number of an attempt of which a worker was lost
 
 
@@ -85,7 +87,9 @@ class Placement:
             bundles = [self._workers.resources] * number
             with self._group(bundles, **self._elsewhere(number)) as group:
                 is_placed = group.wait(_PLACED_S)
-                if is_placed:
+                if not is_placed:
+                    logger.warning("Ray has not placed %d workers within %g s", number, _PLACED_S)
+                else:
                     with self._lock:
                         self._spare = _Spare(self._request.nproc_per_node - number)
                     is_wanted = self._run(group, list(range(number)), abandons_silent=True)

@@ -1,0 +1,88 @@
+"""Training script of soak.py: dropout, augmentation by a loader process, and faults that a file in the working directory asks for.
+
+Environment: STEPS (updates), WAIT_S (seconds added to each update), LOADERS (loader processes of each rank).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from distributed import Callback, Trainer
+
+RANK = int(os.environ.get("RANK", "0"))
+WAIT_S = float(os.environ.get("WAIT_S", "0"))
+LOADERS = int(os.environ.get("LOADERS", "0"))
+
+
+class Samples(Dataset[Any]):
+    """4,000 samples with noise that is drawn anew in each epoch."""
+
+    def __init__(self) -> None:
+        self.x = torch.randn(4000, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index] + 0.1 * torch.randn(8), self.x[index].sum()
+
+
+class Watch(Callback):
+    """Write where this rank is, and do what the file `fault-RANK` names."""
+
+    def on_train_start(self, state: Any) -> None:
+        self._file = os.open("step", os.O_WRONLY | os.O_CREAT) if RANK == 0 else None
+        Path(f"worker-{RANK}").write_text(str(os.getpid()))
+
+    def on_step_end(self, state: Any, result: Any) -> None:
+        if self._file is not None:
+            os.pwrite(self._file, f"{state.step:10d}".encode(), 0)
+        time.sleep(WAIT_S)
+        order = Path(f"fault-{RANK}")
+        if order.exists():
+            fault = order.read_text()
+            order.unlink()
+            FAULTS[fault]()
+
+
+def loop_for_ever() -> None:
+    while True:
+        time.sleep(0.01)
+
+
+def fill_disk() -> None:
+    """Leave no space on the disk for the next checkpoint."""
+    import distributed.backends._torch.tensor_io as tensor_io
+
+    writes = tensor_io.write_tensors
+
+    def fail(path: Path, *rest: Any) -> None:
+        tensor_io.write_tensors = writes
+        raise OSError(28, "No space left on device")
+
+    tensor_io.write_tensors = fail
+
+
+FAULTS = {"raise": lambda: int("no number"), "loop": loop_for_ever, "disk": fill_disk}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.Dropout(0.3), torch.nn.Linear(16, 1), torch.nn.Flatten(0)
+    )
+    data: Any = Samples()
+    if LOADERS:
+        data = DataLoader(data, batch_size=4, shuffle=True, num_workers=LOADERS, persistent_workers=True)
+    trainer = Trainer(
+        model, optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01), loss_fn=torch.nn.functional.mse_loss,
+        global_batch_size=8, epochs=10**6, max_steps=int(os.environ["STEPS"]), checkpoint_every_n_steps=20, callbacks=[Watch()],
+    )  # fmt: skip
+    trainer.fit(data)
+    if trainer.is_main_process:
+        print("weights", b"".join(each.detach().numpy().tobytes() for each in trainer.model.parameters()).hex())
