@@ -194,7 +194,8 @@ class TensorFlowBackend(Backend[Any]):
         if self._train_data is not None or job.init_from is not None:
             self.world.copy_from_main([variable.value for variable in self.model.variables])
         if self._train_data is not None:
-            optimizer = optim.build_optimizer(job.optimizer, job.scheduler, self.model, source, self.merged)
+            given = job.optimizer, job.scheduler
+            optimizer = optim.build_optimizer(*given, self.model, source, self.merged, notices.append)
             curve = job.scheduler if isinstance(job.scheduler, RateCurve) else None
             self._rates = optim.Rates(optimizer, self.merged, batch, notices.append, curve)
             self.has_schedule = self._rates.has_schedule

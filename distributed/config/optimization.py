@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.config.merging import MergedConfig
@@ -14,6 +14,7 @@ from distributed.state import Job
 
 _OF_OPTIMIZER = ("weight_decay", "betas", "momentum", "layer_rates")
 _OF_SCHEDULER = ("scheduler_steps", "min_learning_rate", "scheduler_power", "scheduler_decay_ratio")
+_MATRIX = 2  # dimensions of a weight that decays; biases and norms have fewer
 # The same decay as torch's AdamW has by default, because the name alone is not to change how strong it is.
 _DEFAULT_DECAY = {"adamw": 1e-2, "muon": 1e-2}
 
@@ -42,6 +43,17 @@ class NamedOptimizer:
         """Return the factor of the learning rate of the parameter with this name."""
         starts = [start for start in self.layer_rates if parameter == start or parameter.startswith(f"{start}.")]
         return self.layer_rates[max(starts, key=len)] if starts else 1.0
+
+    def decay_of(self, num_dimensions: int) -> float:
+        """Return the decay of a parameter with this number of dimensions."""
+        return self.weight_decay if num_dimensions >= _MATRIX else 0.0
+
+    def told_decay(self, dimensions: Sequence[int]) -> str | None:
+        """Return a notice if some of the parameters with these numbers of dimensions do not decay."""
+        count = sum(number >= _MATRIX for number in dimensions)
+        if not self.weight_decay or count == len(dimensions):
+            return None
+        return f"weight_decay={self.weight_decay:g} on {count} of {len(dimensions)} parameters: not on biases and norms"
 
 
 @dataclasses.dataclass(frozen=True)

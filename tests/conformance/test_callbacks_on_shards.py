@@ -50,23 +50,71 @@ def test_the_average_is_that_of_one_process(alone, sharded):
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < EXACT
 
 
-def test_a_run_with_an_average_that_was_cut_off_goes_on_bit_for_bit(sharded):
-    whole, resumed = (load_file(sharded[0] / f"{name}.safetensors") for name in ("whole", "resumed"))
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
+@pytest.mark.parametrize(("whole", "resumed"), [("whole", "resumed"), ("frozen", "frozen-resumed")])
+def test_a_run_that_was_cut_off_goes_on_bit_for_bit(sharded, whole, resumed):
+    one, other = (load_file(sharded[0] / f"{name}.safetensors") for name in (whole, resumed))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def logged(out, case, *names):
+    """Return step -> the values of `names` in the log lines of training."""
+    rows = map(json.loads, (run_dir(out, case) / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: [row[name] for name in names] for row in rows if row["split"] == "train"}
+
+
+def test_a_resumed_run_logs_and_samples_what_the_whole_one_does(sharded):
+    """The run was cut off after five updates. What is sampled, measured and counted goes on from there."""
+    out = sharded[0]
+    first, rest, whole = (media(run_dir(out, case)) for case in ("cut-off", "resumed", "whole"))
+    assert [step for _, step in first] == [2, 3, 3, 4] and {**first, **rest} == whole and not first.keys() & rest.keys()
+    first, rest, whole = (logged(out, case, "loss", "grad_norm") for case in ("cut-off", "resumed", "whole"))
+    assert rest and all(whole[step] == values for step, values in rest.items()) and max(rest) == max(whole) == 8
+    assert all(whole[step] == values for step, values in first.items() if step < 5)
+    rates = (logged(out, case, "flops_per_second", "samples_per_second")[8] for case in ("resumed", "whole"))
+    one, other = (flops / samples for flops, samples in rates)
+    assert one == pytest.approx(other, rel=1e-6) and one > 0
+
+
+def test_the_histograms_of_a_resumed_run_are_those_of_the_whole_one(sharded):
+    one, two = (event_files.read(run_dir(sharded[0], case) / "tensorboard") for case in ("whole", "resumed"))
+    assert set(one.Tags()["histograms"]) == set(two.Tags()["histograms"]) != set()
+    for tag in one.Tags()["histograms"]:
+        found = [(each.step, each.histogram_value) for each in two.Histograms(tag)]
+        wanted = [(each.step, each.histogram_value) for each in one.Histograms(tag)]
+        assert [step for step, _ in wanted] == [4, 8] and found == wanted[1:], tag
+
+
+def test_frozen_parameters_wait_for_their_update(alone, sharded):
+    first = runpy.run_path(str(JOB))["net"]().double().state_dict()
+    early, late = (load_file(sharded[0] / f"{name}.safetensors") for name in ("frozen-cut-off", "frozen"))
+    assert [name for name in first if torch.equal(early[name], first[name])] == ["0.weight", "0.bias"]
+    assert not any(torch.equal(late[name], first[name]) for name in first)
+    one, two = (load_file(out / "frozen.safetensors") for out in (alone, sharded[0]))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < EXACT
+
+
+def test_callbacks_say_what_they_cannot_do_without_a_gpu(sharded):
+    assert sharded[1].count("DeviceStats logs nothing: ") == 3  # once in each of three fits
+
+
+def media(run):
+    """Return (name, step) -> the content of each image or text that was logged."""
+    rows = map(json.loads, (run / "media.jsonl").read_text().splitlines())
+    return {(row["name"], row["step"]): (run / row["path"]).read_bytes() for row in rows}
 
 
 def images(run):
     """Return (name, step) -> the content of each image that was logged."""
-    rows = map(json.loads, (run / "media.jsonl").read_text().splitlines())
-    return {(row["name"], row["step"]): (run / row["path"]).read_bytes() for row in rows}
+    return {(name, step): content for (name, step), content in media(run).items() if name.startswith("samples/")}
 
 
 def test_the_images_are_those_of_one_process_and_each_is_there_once(alone, sharded):
     one, two = images(run_dir(alone)), images(run_dir(sharded[0]))
     assert [*two] == [(f"samples/{number}", step) for step in (3, 6) for number in range(2)]
     assert two == one and len(set(two.values())) == 4
+    assert media(run_dir(sharded[0])).keys() == {*two, *(("told", step) for step in (2, 4, 6, 8))}
     lines = (run_dir(sharded[0]) / "media.jsonl").read_text().splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 8
 
 
 def test_the_summary_counts_whole_parameters(sharded):

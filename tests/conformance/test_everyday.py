@@ -1,4 +1,4 @@
-"""Named optimizers, validation in a stream and logged values are the same on two processes of every backend as on one."""
+"""Named optimizers, validation, logged values and what hooks ask for are the same on two processes of every backend as on one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from distributed.testing import Adapter
+from tests.conformance.jobs.asking import SAVE_AFTER
 from tests.conformance.runs import OnFirstUse
 from tests.conftest import needs_backend
 
@@ -23,7 +24,8 @@ WORLDS = {  # name -> the backend with its settings, and the optimizers that it 
     "ray": ("ray[cpus_per_worker=0.5]", OPTIMIZERS), "zero-0": ("deepspeed[zero_stage=0]", OPTIMIZERS),
     "zero-3": ("deepspeed[zero_stage=3]", ON_SHARDS),
 }  # fmt: skip
-TRAINED = [(name, case) for name, (_, optimizers) in WORLDS.items() for case in (*optimizers, "stream")]
+CASES = ("stream", "logged", "by-the-clock", "evaluated", "saved")
+TRAINED = [(name, case) for name, (_, optimizers) in WORLDS.items() for case in (*optimizers, "stream", "evaluated")]
 pytestmark = [pytest.mark.timeout(400), pytest.mark.full]
 
 
@@ -60,7 +62,7 @@ def started(tmp_path_factory, run_cli_once):
         ]
         out = tmp_path_factory.mktemp(name)
         command = ["train", "--script", str(JOB), *adapter.flags(2), "--run-dir", str(out / "run")]
-        done = run_cli_once([*command, "--", str(out), dtype_of(name), *optimizers, "stream", "logged"], timeout=150)
+        done = run_cli_once([*command, "--", str(out), dtype_of(name), *optimizers, *CASES], timeout=150)
         assert done.returncode == 0, done.output[-3000:]
         return out
 
@@ -103,6 +105,50 @@ def test_a_stream_that_never_ends_is_validated_within(started, alone, name):
     assert found == pytest.approx(losses, abs=allowed(name)) and len(set(losses)) == 4
 
 
+def seen_by_ranks(out, case):
+    """Return what each of two ranks saw."""
+    return [json.loads((out / f"{case}-{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_by_the_clock(one, other, run_dir):
+    """The clock has asked for three validations. Both ranks made them after the same updates."""
+    assert one == other and one["stop_reason"] == "asked after three"
+    lines = [json.loads(line) for line in Path(run_dir, "metrics.jsonl").read_text().splitlines()]
+    validated = [line["step"] for line in lines if line["split"] == "val"]
+    assert len(validated) >= 3 and validated == sorted({*validated}) and validated[0] > 0
+    assert [step for step in one["rows_at"] if step in validated] == validated
+
+
+def assert_saved_once(one, other, run_dir):
+    """The request of the last rank made one checkpoint. The other one is that of the end."""
+    assert one == other and one["stop_reason"] == "saved"
+    (asked, name), (last, name_of_last) = one["saved"]
+    assert SAVE_AFTER <= asked < last == one["steps"]
+    assert sorted(path.name for path in Path(run_dir, "checkpoints").glob("step-*")) == [name, name_of_last]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_validations_by_the_clock_are_at_the_same_steps_on_both_ranks(started, name):
+    out = started[name]
+    assert_by_the_clock(*seen_by_ranks(out, "by-the-clock"), facts(out, "by-the-clock")["run_dir"])
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_hook_evaluates_as_one_process_does_and_changes_no_number(started, alone, name):
+    out = started[name]
+    wanted = json.loads((alone["evaluated", dtype_of(name)] / "evaluated-0.json").read_text())["evaluated"]
+    assert len(wanted) == 2 and wanted[0]["loss"] > wanted[1]["loss"] > 0
+    for rank in seen_by_ranks(out, "evaluated"):
+        assert rank["evaluated"] == [pytest.approx(each, abs=allowed(name)) for each in wanted]
+    assert apart(*(load_file(out / f"{case}.safetensors") for case in ("evaluated", "adam"))) == 0
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_save_that_the_last_rank_asks_for_is_made_once(started, name):
+    out = started[name]
+    assert_saved_once(*seen_by_ranks(out, "saved"), facts(out, "saved")["run_dir"])
+
+
 def logged(run_dir):
     """Return the log lines of training. There is one for every two updates."""
     lines = map(json.loads, Path(run_dir, "metrics.jsonl").read_text().splitlines())
@@ -125,9 +171,39 @@ def test_logged_values_are_reduced_over_both_ranks(started, job, name):
         assert line["step_max"] == pytest.approx(float(half.max()))
 
 
-def test_logged_values_are_reduced_over_both_ranks_on_tensorflow(run_cli, tmp_path):
+@pytest.fixture(scope="module")
+def on_tensorflow(tmp_path_factory, run_cli_once):
+    """Return number of processes -> the directory with what they have trained on TensorFlow."""
     needs_backend("tensorflow")
-    command = ["train", "--script", str(JOBS / "tensorflow" / "logged.py"), *Adapter("tensorflow", (2,)).flags(2)]
-    done = run_cli([*command, "--run-dir", str(tmp_path / "run"), "--", str(tmp_path)], timeout=150)
-    assert done.returncode == 0, done.output[-3000:]
-    assert_hooks(logged((tmp_path / "run_dir").read_text()))
+
+    def start(world):
+        out = tmp_path_factory.mktemp(f"tensorflow-{world}")
+        command = ["train", "--script", JOBS / "tensorflow" / "hooks.py", *Adapter("tensorflow", (world,)).flags(world)]
+        done = run_cli_once([*command, "--run-dir", out / "run", "--", out], timeout=200)
+        assert done.returncode == 0, done.output[-3000:]
+        return out
+
+    return OnFirstUse(start)
+
+
+def test_logged_values_are_reduced_over_both_ranks_on_tensorflow(on_tensorflow):
+    assert_hooks(logged(facts(on_tensorflow[2], "logged")["run_dir"]))
+
+
+def test_validations_by_the_clock_are_at_the_same_steps_on_tensorflow(on_tensorflow):
+    out = on_tensorflow[2]
+    assert_by_the_clock(*seen_by_ranks(out, "by-the-clock"), facts(out, "by-the-clock")["run_dir"])
+
+
+def test_a_hook_evaluates_as_one_process_does_on_tensorflow(on_tensorflow):
+    wanted = json.loads((on_tensorflow[1] / "evaluated-0.json").read_text())["evaluated"]
+    assert len(wanted) == 2 and wanted[0]["loss"] > wanted[1]["loss"] > 0
+    for rank in seen_by_ranks(on_tensorflow[2], "evaluated"):
+        assert rank["evaluated"] == [pytest.approx(each, abs=EXACT) for each in wanted]
+    plain, evaluated = (load_file(on_tensorflow[2] / f"{case}.safetensors") for case in ("plain", "evaluated"))
+    assert apart(plain, evaluated) == 0
+
+
+def test_a_save_that_the_last_rank_asks_for_is_made_once_on_tensorflow(on_tensorflow):
+    out = on_tensorflow[2]
+    assert_saved_once(*seen_by_ranks(out, "saved"), facts(out, "saved")["run_dir"])

@@ -1,4 +1,4 @@
-"""Tokenizer, collate function, data set and generate() of Hugging Face, with the same result on every torch backend."""
+"""Tokenizer, collate function, data sets and generate() of Hugging Face, with the same result on every torch backend."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
-from tests.conformance.runs import FULL
+from tests.conformance.runs import FULL, events
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "texts.py"
+STREAM = JOB.with_name("dataset_stream.py")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 pytestmark = pytest.mark.timeout(240)
 
@@ -60,3 +62,45 @@ def test_metrics_get_each_generated_text_once_as_in_one_process(backend, flags, 
     inputs = tokenizer(["a"], return_tensors="pt")
     ids = model.generate(inputs["input_ids"], max_new_tokens=7, eos_token_id=[1, *range(3, 16, 2)])[0].tolist()
     assert ids == alone["seen"][-1]["ids"][0][: len(ids)]
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory, run_cli_once):
+    """Return a function that trains on a stream of rows and returns its directory."""
+    pytest.importorskip("datasets")
+
+    def run(backend, kind, *more):
+        needs_backend(backend)
+        out = tmp_path_factory.mktemp(f"{kind}-{backend}")
+        command = [
+            "train",
+            "--script",
+            STREAM,
+            "--backend",
+            backend,
+            "--nproc-per-node",
+            1 if backend == "single" else 2,
+        ]
+        done = run_cli_once([*command, "--run-dir", out / "run", "--", out, kind, *more], timeout=200, env=OFFLINE)
+        assert done.returncode == 0, done.output[-3000:]
+        return out
+
+    return run
+
+
+def state_of_stream(run_dir, step):
+    return (run_dir / "checkpoints" / f"step-{step:08d}" / "state.json").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["pytorch-ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["table", "mapped", "shuffled"])
+def test_a_stream_of_rows_goes_on_inside_an_epoch_after_a_kill_with_the_same_bits(streamed, backend, kind):
+    whole, killed = streamed(backend, kind), streamed(backend, kind, "--kill", "13")
+    assert (killed / "killed").exists() and "restarted" in events(killed / "run")
+    # The library's own state, from which the stream goes on. It lacks the content of a buffer, so such a stream is read again.
+    assert ("examples_iterable" in state_of_stream(killed / "run", 12)) is (kind != "shuffled")
+    one, other = (load_file(out / "weights.safetensors") for out in (whole, killed))
+    assert one.keys() == other.keys() and all((one[name] == other[name]).all() for name in one)
+    alone = load_file(streamed("single", kind) / "weights.safetensors")
+    assert max(float((one[name] - alone[name]).abs().max()) for name in one) < 1e-9

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -230,10 +231,61 @@ def test_what_the_step_would_leave_out_or_contradict_is_refused(start, tmp_path)
         "rate of a schedule": "cannot replace the rates of CosineDecay",
         "epochs of a schedule": "counts updates",
         "sum": "use SparseCategoricalCrossentropy(), which averages",
+        "muon": "optimizer='muon' does not work with Keras models: choose adamw, or pass keras.optimizers.Muon(...)",
+        "layer rates": "layer_rates does not work with Keras models, whose optimizers have one rate: drop it",
+        "decay of adam": "weight_decay=0.1 with optimizer='adam' is a part of the gradient in torch, and not in Keras: choose adamw",
+        "decay of sgd": "weight_decay=0.1 with optimizer='sgd' is a part of the gradient in torch, and not in Keras: choose adamw",
         "recomputing": "keras.RematScope()",
         "fsdp": "does not take Keras models: fully_shard replaces the parameters",
         "deepspeed": "does not take Keras models: its engine replaces the parameters",
     }
     assert found.keys() == expected.keys()
     for name, text in expected.items():
-        assert text in found[name], (name, found[name])
+        assert text in found[name] and "\n" not in found[name], (name, found[name])
+
+
+@pytest.fixture(scope="module", params=["single", "tensorflow"])
+def named(request, run_cli_once, tmp_path_factory):
+    """Return case -> (weights of the Trainer, weights by hand), and the output of the script."""
+    needs_backend(request.param)
+    out = tmp_path_factory.mktemp(request.param)
+    command = [
+        "train",
+        "--script",
+        JOBS / "keras_jobs" / "named.py",
+        "--backend",
+        request.param,
+        "--nproc-per-node",
+        "1",
+    ]
+    done = run_cli_once([*command, "--run-dir", out / "run", "--", out], timeout=200)
+    assert done.returncode == 0, done.output
+    return json.loads((out / "weights.json").read_text()), done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["adam", "adam-betas", "adafactor", "adamw"])
+def test_a_named_optimizer_makes_the_updates_of_the_one_of_keras(named, case):
+    found, by_hand = named[0][case]
+    assert len(found) == 6 * 8 + 8 + 2 * 8 + 8 + 1 and found == pytest.approx(by_hand, abs=1e-6)
+    others = [weights for name, (weights, _) in named[0].items() if name != case]
+    assert all(numpy.abs(numpy.subtract(found, other)).max() > 1e-3 for other in others)
+
+
+@pytest.mark.full
+def test_what_decays_in_a_keras_model_is_told_once(named):
+    told = "weight_decay=0.3 on 1 of 4 parameters: not on biases and norms"
+    before, _, of_adamw = named[1].partition("--- adamw")
+    assert of_adamw.count(told) == 1 and "weight_decay" not in before
+
+
+@pytest.mark.full
+def test_the_summary_shows_the_layers_of_a_keras_model(named):
+    rows = re.findall(r"^\w+ +\w+ +\d+ parameters.*$", named[1], re.M)
+    assert rows == [
+        "frozen  Dense               56 parameters, 56 of them frozen",
+        "norm    LayerNormalization  16 parameters",
+        "bend    Activation           0 parameters",
+        "head    Dense                9 parameters",
+        "all     Sequential          81 parameters, 56 of them frozen",
+    ]

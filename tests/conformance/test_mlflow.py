@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import types
+import wave
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -232,6 +233,53 @@ def test_a_registered_model_runs_without_its_class(on_sqlite, monkeypatch):
     inputs = torch.randn(5, 4)
     numpy.testing.assert_allclose(model.predict(inputs.numpy()), own(inputs).detach(), rtol=1e-5, atol=1e-6)
     numpy.testing.assert_allclose(model.predict([inputs.numpy()]), own(inputs).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def branching(tmp_path_factory, run_cli_once):
+    """Return a client of the store, the store, the id of a run whose model cannot be exported, and the output of the run."""
+    where = tmp_path_factory.mktemp("branching")
+    job = JOB.with_name("mlflow_media.py")
+    flags = ["--nproc-per-node", 1, "--run-dir", where / "runs" / "one", "--mlflow-tracking"]
+    done = run_cli_once(["train", "--script", job, *flags, "--set", "mlflow_register_model=branching"], cwd=where)
+    assert done.returncode == 0, done.output
+    uri = f"sqlite:///{where / 'runs' / 'mlflow.db'}"
+    return client_of(uri), uri, RunRecord.read(where / "runs" / "one").run_id, done
+
+
+@pytest.mark.full
+def test_a_model_that_cannot_be_exported_is_registered_as_weights_with_one_notice(branching, monkeypatch):
+    import mlflow
+
+    client, uri, run_id, done = branching
+    assert done.output.count("the registered model holds weights only, which mlflow.pyfunc does not run: ") == 1
+    (version,) = client.search_model_versions("name='branching'")
+    assert version.run_id == run_id
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    directory = Path(mlflow.artifacts.download_artifacts(f"models:/branching/{version.version}"))
+    names = {path.name for path in directory.iterdir()} - {"registered_model_meta"}
+    assert names == {"MLmodel", "model.json", "model.safetensors"}
+    assert "python_function" not in (directory / "MLmodel").read_text()
+    weights = safetensors.torch.load_file(directory / "model.safetensors")
+    assert {name: list(each.shape) for name, each in weights.items()} == {
+        f"{layer}.{part}": shape for layer in ("body", "other") for part, shape in (("weight", [3, 4]), ("bias", [3]))
+    }
+
+
+@pytest.mark.full
+def test_texts_tables_audio_and_figures_that_were_logged_are_artifacts(branching):
+    client, _, run_id, _ = branching
+    step = "-00000004"
+    names = [
+        f"media/{name}" for name in (f"beep{step}.wav", f"plot{step}.png", f"scores{step}.csv", f"story{step}.txt")
+    ]
+    assert sorted(name for name in files(client, run_id) if name.startswith("media/")) == names
+    beep, plot, scores, story = (Path(client.download_artifacts(run_id, name)).read_bytes() for name in names)
+    assert (story, plot) == (b"Once upon a time\n", b"drawn as png")
+    assert scores == b'name,score\none,1\n"two, three",2.5\n'
+    with wave.open(io.BytesIO(beep)) as sound:
+        assert (sound.getnchannels(), sound.getframerate()) == (1, 8000)
+        assert numpy.frombuffer(sound.readframes(9), "<i2").tolist() == [0, 32767, -32767, 16383]
 
 
 def test_a_resume_goes_on_in_the_same_run_with_what_changed_beside_it(on_sqlite, place, run_cli):

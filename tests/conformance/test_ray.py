@@ -293,7 +293,9 @@ def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
     "names",
     [
         pytest.param(("own bundles", "stopped workers"), id="workers", marks=pytest.mark.cluster),
-        pytest.param(("alone", "one bundle", "stopped alone", "too small"), id="others", marks=pytest.mark.full),
+        pytest.param(
+            ("alone", "one bundle", "validations", "stopped alone", "too small"), id="others", marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_path, names):
@@ -316,6 +318,10 @@ def test_a_trial_of_ray_tune_trains_in_its_own_placement_group(run_python, tmp_p
         if name != "alone":
             assert [row["step"] for row in found[name]["heard"]][:2] == [3, 6]
             assert found[name]["heard"][0]["val_loss"] > found[name]["heard"][5]["val_loss"] > 0
+    if "validations" in names:
+        *told, last = found["validations"]["heard"]
+        assert [row["step"] for row in told] == [2, 4, 6] and all(row["val_loss"] > 0 for row in told)
+        assert len({row["val_loss"] for row in told}) == 3 and last["score"] > 0
     for name in {"stopped alone", "stopped workers"} & found.keys():
         assert [row["epoch"] for row in found[name]["heard"]] == [1, 2, 3]
         left = found[name]["left"]

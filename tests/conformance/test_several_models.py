@@ -47,6 +47,22 @@ def started(tmp_path_factory, run_cli_once):
     return found
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory, run_cli_once):
+    """Return the name of a world -> the directory with what it trained in float32 and with bf16."""
+
+    def start(name):
+        backend, world, more = WORLDS[name]
+        needs_backend(backend)
+        out = tmp_path_factory.mktemp(f"mixed-{name}")
+        flags = ["--backend", backend, "--nproc-per-node", str(world), "--run-dir", str(out / "run"), *more]
+        done = run_cli_once(["train", "--script", str(JOB), *flags, "--", str(out), backend, "mixed"])
+        assert done.returncode == 0, done.output
+        return out
+
+    return OnFirstUse(start)
+
+
 def source(out):
     """Return the checkpoint of the run that was cut off."""
     (checkpoint,) = (out / "source").rglob("step-00000007")
@@ -127,3 +143,23 @@ def test_different_calls_on_two_ranks_are_an_error_on_both(started, world):
     assert "called update('d', ...) on rank 0 and update('g', ...) on rank 1" in errors[0]["differs"]
     assert "called update('g', ...) on rank 1 and update('d', ...) on rank 0" in errors[1]["differs"]
     assert all("no gradient for d.layers.1.0.weight" in each["unused"] for each in errors)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", ["ddp-2", "fsdp-2"])
+def test_bf16_moves_the_weights_as_in_one_process(mixed, job, world):
+    """Rounding is the difference that bf16 makes in one process. Another split of a batch rounds differently, and not more."""
+    one, many = mixed["single"], mixed[world]
+    rounding = apart(weights(one, "bf16"), weights(one, "float32"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = {
+            f"{name}.{key}": each for name, make in job["MODELS"].items() for key, each in make().state_dict().items()
+        }
+    assert 1e-4 < rounding < apart(weights(one, "bf16"), first) / 20
+    assert apart(weights(many, "float32"), weights(one, "float32")) < 1e-5
+    assert apart(weights(many, "bf16"), weights(one, "bf16")) < rounding
+    assert rounding / 4 < apart(weights(many, "bf16"), weights(many, "float32")) < 2 * rounding
+    assert {each.dtype for each in weights(many, "bf16").values()} == {torch.float32}
+    lost, wanted = (json.loads((out / "bf16.json").read_text())["again"] for out in (many, one))
+    assert lost == pytest.approx(wanted, rel=2**-7)

@@ -281,9 +281,10 @@ def test_limits_end_training(seen):
 
 
 REFUSED = {
+    "logged-in-step": "runs in a training_step or a loss that TensorFlow compiles, so it would log once and never again",
     "of-torch": "F1 is a torch metric, but the model is a TensorFlow model: use one of keras.metrics",
     "summed": "loss_fn=SparseCategoricalCrossentropy(reduction='sum') makes gradients grow with the batch",
-    "four": "the batch is a sequence of 4, and Keras takes (inputs, targets) or (inputs, targets, sample_weight)",
+    "four": "the batch is a sequence of 4, but Keras takes (inputs, targets) or (inputs, targets, sample_weight)",
     "weights-of-own": "the batch has a sample_weight, which a loss_fn of your own does not get",
     "uneven": "train_data: arrays of 48 and 49 samples",
     "array": "train_data: an array is not a data set: give the tuple (inputs, targets)",

@@ -19,6 +19,7 @@ from distributed.backends._torch.world import leave_group
 from distributed.backends.exporting import check_format
 from distributed.cli.__main__ import run
 from distributed.training.files import _Taken
+from tests.conftest import needs_backend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -375,3 +376,86 @@ def test_force_never_deletes_a_directory_that_is_no_export(tmp_path, monkeypatch
     (tmp_path / "export" / "config.json").write_text("{}")
     (tmp_path / "export" / "model.safetensors").write_text("")
     check_format("huggingface", Path("export"), force=True)
+
+
+BERT = """
+import torch, transformers
+from distributed import Trainer
+
+class Tokens(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, i):
+        return {"input_ids": (torch.arange(5) * (i + 1)) % 20, "labels": torch.tensor(i % 3)}
+
+def made():
+    config = transformers.BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+                                     intermediate_size=16, num_labels=3)
+    return transformers.BertForSequenceClassification(config)
+
+Trainer(made, epochs=1, batch_size=4, learning_rate=0.01).fit(Tokens())
+print("trained")
+"""
+
+
+@pytest.mark.full
+def test_the_command_exports_a_model_of_transformers_with_the_weights_of_a_sharded_run(run_cli, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "train.py").write_text(BERT)
+    of_run = ["train", "--script", "train.py", "--backend", "fsdp", "--nproc-per-node", 2, "--run-dir", "run"]
+    done = run_cli(of_run, cwd=tmp_path, timeout=150)
+    assert done.returncode == 0 and "trained" in done.stdout, done.output
+    done = run_cli(["export", "run", "--format", "huggingface", "--script", "train.py"], cwd=tmp_path)
+    assert done.returncode == 0 and "trained" not in done.stdout, done.output
+    assert "huggingface" in done.stdout and "outputs differ by 0.0e+00" in done.stdout
+
+    saved = tmp_path / "run" / "export" / "hugging_face"
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(saved).eval()
+    expected = transformers.BertForSequenceClassification(model.config).eval()
+    distributed.load_weights(expected, tmp_path / "run")
+    inputs = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    assert torch.equal(model(inputs).logits, expected(inputs).logits)
+
+
+SERVED = """
+import sys
+import numpy, tensorflow as tf
+import distributed
+sys.argv = ["train.py", "only the model"]
+from train import made, x
+model = made(7)
+distributed.load_weights(model, "run")
+program = tf.saved_model.load("run/export/saved_model")
+found = program.serve(x[:3])
+assert found.shape == (3, 2) and numpy.allclose(found, model(x[:3], training=False), atol=1e-6), found
+print("as the model")
+"""
+SAVED = (
+    KERAS[: KERAS.index("loss = keras")]
+    + """
+if len(sys.argv) == 1:
+    trainer = Trainer(made(1), backend="tensorflow", epochs=1, batch_size=8, learning_rate=0.1)
+    trainer.fit((x, y))
+    print("trained")
+"""
+)
+
+
+@pytest.mark.full
+def test_the_command_exports_a_keras_model_as_a_saved_model(run_cli, run_python, tmp_path):
+    needs_backend("tensorflow")
+    (tmp_path / "train.py").write_text(SAVED)
+    on_tensorflow = {
+        "cwd": tmp_path,
+        "env": {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        "timeout": 150,
+    }
+    for command in (
+        ["train", "--script", "train.py", "--backend", "tensorflow", "--nproc-per-node", 2, "--run-dir", "run"],
+        ["export", "run", "--format", "savedmodel", "--script", "train.py"],
+    ):
+        done = run_cli(command, **on_tensorflow)
+        assert done.returncode == 0 and ("trained" in done.stdout) is (command[0] == "train"), done.output
+    assert "run/export/saved_model: savedmodel" in done.stdout and "outputs differ by" in done.stdout
+    done = run_python(["-c", SERVED], **on_tensorflow)
+    assert done.returncode == 0 and "as the model" in done.stdout, done.output

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from distributed.config.optimization import NamedOptimizer
@@ -86,7 +86,7 @@ def check_model(model: Any) -> None:
         )
 
 
-def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float) -> Any:
+def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float, notice: Callable[[str], None]) -> Any:
     """Return the built Keras optimizer for a built `model`: the given one, the one that settings name, the compiled one,
     or AdamW with torch's defaults.
 
@@ -104,7 +104,7 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     if optimizer_or_factory is None:
         optimizer = getattr(model, "optimizer", None)
     elif isinstance(optimizer_or_factory, NamedOptimizer):
-        optimizer = _named_optimizer(optimizer_or_factory, variables)
+        optimizer = _named_optimizer(optimizer_or_factory, variables, notice)
     elif not is_optimizer(optimizer_or_factory) and callable(optimizer_or_factory):
         optimizer = _made(optimizer_or_factory, variables, "optimizer", _FIX)
     if optimizer is None:
@@ -122,7 +122,7 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     return optimizer
 
 
-def _named_optimizer(wanted: NamedOptimizer, variables: Sequence[Any]) -> Any:
+def _named_optimizer(wanted: NamedOptimizer, variables: Sequence[Any], notice: Callable[[str], None]) -> Any:
     """Return the Keras optimizer that settings name. Raises ConfigError for what Keras cannot do."""
     import keras
 
@@ -153,7 +153,10 @@ def _named_optimizer(wanted: NamedOptimizer, variables: Sequence[Any]) -> Any:
         **arguments
     )
     if decay:
-        optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if len(variable.shape) < 2])
+        kept = [variable for variable in variables if not wanted.decay_of(len(variable.shape))]
+        optimizer.exclude_from_weight_decay(var_list=kept)
+    if text := wanted.told_decay([len(variable.shape) for variable in variables]):
+        notice(text)
     return optimizer
 
 

@@ -18,7 +18,14 @@ from distributed.config.plan import BatchPlan
 from distributed.errors import CheckpointError, ConfigError
 
 
-def build_optimizer(optimizer_or_factory: Any, scheduler: Any, model: Any, source: Any, merged: MergedConfig) -> Any:
+def build_optimizer(
+    optimizer_or_factory: Any,
+    scheduler: Any,
+    model: Any,
+    source: Any,
+    merged: MergedConfig,
+    notice: Callable[[str], None],
+) -> Any:
     """Return a built optimizer: the user's, the one that `source` (the user's own model) was compiled with, or AdamW.
 
     An optimizer is made again with the same settings if it was built for `source` and `model` is another model, or if
@@ -32,7 +39,7 @@ def build_optimizer(optimizer_or_factory: Any, scheduler: Any, model: Any, sourc
     )
     if is_optimizer(optimizer_or_factory) and ((optimizer_or_factory.built and source is not model) or is_outside):
         optimizer_or_factory = type(optimizer_or_factory).from_config(optimizer_or_factory.get_config())
-    optimizer = chosen_optimizer(optimizer_or_factory, model, merged.config.learning_rate)
+    optimizer = chosen_optimizer(optimizer_or_factory, model, merged.config.learning_rate, notice)
     if scheduler is not None and not isinstance(scheduler, RateCurve):
         set_schedule(optimizer, scheduler)
     if merged.config.dtype == "float64":

@@ -98,7 +98,7 @@ class KerasKind(TorchKind):
         self, optimizer_or_factory: Any, scheduler: Any, merged: MergedConfig, notice: Notice
     ) -> torch.optim.Optimizer:
         with self._scope():
-            chosen = models.chosen_optimizer(optimizer_or_factory, self.model, merged.config.learning_rate)
+            chosen = models.chosen_optimizer(optimizer_or_factory, self.model, merged.config.learning_rate, notice)
             if scheduler is not None and not isinstance(scheduler, RateCurve):
                 models.set_schedule(chosen, scheduler)
             if self._dtype == "float64":

@@ -14,7 +14,6 @@ from distributed.errors import ConfigError, nearest
 Notice = Callable[[str], None]
 _NAMED = "named_by_settings"  # attribute of an optimizer that settings name
 _OPTIONS = ("weight_decay", "betas", "momentum")  # of a group, as far as its optimizer has them
-_MATRIX = 2  # dimensions of a weight that decays; biases and norms have fewer
 
 
 def build(wanted: NamedOptimizer, model: torch.nn.Module, notice: Notice) -> torch.optim.Optimizer:
@@ -82,8 +81,7 @@ def _groups(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]])
     """Return one group for each pair of rate and decay, those with the full rate first."""
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in named:
-        decay = wanted.weight_decay if parameter.dim() >= _MATRIX else 0.0
-        groups.setdefault((wanted.factor(name), decay), []).append(parameter)
+        groups.setdefault((wanted.factor(name), wanted.decay_of(parameter.dim())), []).append(parameter)
     ordered = sorted(groups.items(), key=lambda item: item[0][0] != 1.0)  # the first group's rate is logged
     return [
         {"params": parameters, "lr": wanted.learning_rate * factor, "weight_decay": decay}
@@ -92,9 +90,8 @@ def _groups(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]])
 
 
 def _show_decay(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]], notice: Notice) -> None:
-    count = sum(parameter.dim() >= _MATRIX for _, parameter in named)
-    if wanted.weight_decay and count < len(named):
-        notice(f"weight_decay={wanted.weight_decay:g} on {count} of {len(named)} parameters: not on biases and norms")
+    if text := wanted.told_decay([parameter.dim() for _, parameter in named]):
+        notice(text)
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

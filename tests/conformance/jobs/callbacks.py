@@ -1,9 +1,12 @@
 """Train with callbacks that the package ships, whole and cut off and resumed: callbacks.py OUT.
 
-OUT gets whole.safetensors and resumed.safetensors, the averaged weights, and run_dirs.json, the run directories by case.
+OUT gets CASE.safetensors for the cases "whole", "cut-off" and "resumed" (averaged weights) and "frozen", "frozen-cut-off" and
+"frozen-resumed", and run_dirs.json, the run directories by case.
 """
 
+import functools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -12,14 +15,24 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
-from distributed.callbacks import GradientHistogram, ModelSummary, SampleImages, WeightAveraging
+from distributed.callbacks import (
+    DeviceStats,
+    Freeze,
+    GradientHistogram,
+    ModelSummary,
+    SampleImages,
+    SampleText,
+    ThroughputAndMFU,
+    WeightAveraging,
+)
 
 SAMPLES, GLOBAL, CUT_OFF = 26, 8, 5  # four updates per epoch
+FROZEN_UNTIL, FROZEN_CUT_OFF = 5, 3
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sigmoid().reshape(SAMPLES, 1, 2, 3))
 BASE = {
     "epochs": 2, "global_batch_size": GLOBAL, "optimizer": "adam", "learning_rate": 0.05, "dtype": "float64", "device": "cpu",
-    "loss_fn": mse_loss, "tensorboard": True, "seed": 3,
+    "loss_fn": mse_loss, "tensorboard": True, "seed": 3, "log_every_n_steps": 1,
 }  # fmt: skip
 
 
@@ -31,25 +44,48 @@ def net():
         return torch.nn.Sequential(*parts, torch.nn.Unflatten(1, (1, 2, 3)))
 
 
+def told(model, prompts):
+    """Return texts that depend on all weights and on random numbers."""
+    return [f"{float(model(torch.randn(4, 6, dtype=torch.float64)).sum()):.9f}" for _ in prompts]
+
+
 def trainer(**settings):
     callbacks = [
         WeightAveraging(0, every_n_steps=2), SampleImages(inputs=X[:2], every_n_steps=3), ModelSummary(),
-        GradientHistogram(every_n_steps=4),
+        GradientHistogram(every_n_steps=4), SampleText(["sum"], generate=told, every_n_steps=2, name="told"), ThroughputAndMFU(),
+        DeviceStats(),
     ]  # fmt: skip
     return Trainer(net, callbacks=callbacks, **BASE, **settings)
 
 
+def freezing(**settings):
+    return Trainer(net, callbacks=[Freeze("0.", until_step=FROZEN_UNTIL)], **BASE, **settings)
+
+
+def cut_off_and_resume(out, make, prefix, step):
+    """Train whole, and to `step` and from there. Yield (case, run directory)."""
+    names = {
+        "whole": prefix or "whole",
+        "cut-off": f"{prefix}-cut-off".strip("-"),
+        "resumed": f"{prefix}-resumed".strip("-"),
+    }
+    whole = make()
+    yield names["whole"], whole.fit(DATA, DATA).run_dir
+    whole.save(out / f"{names['whole']}.safetensors")
+    first = make(max_steps=step)
+    cut_off = first.fit(DATA, DATA).run_dir
+    yield names["cut-off"], cut_off
+    first.save(out / f"{names['cut-off']}.safetensors")
+    resumed = make(resume_from_checkpoint=str(Path(cut_off, "checkpoints", f"step-{step:08d}")))
+    yield names["resumed"], resumed.fit(DATA, DATA).run_dir
+    resumed.save(out / f"{names['resumed']}.safetensors")
+
+
 def train(out, **settings):
     """Train and write the results. All ranks call it."""
-    whole = trainer(**settings)
-    run_dirs = {"whole": whole.fit(DATA, DATA).run_dir}
-    whole.save(out / "whole.safetensors")
-    run_dirs["cut-off"] = trainer(max_steps=CUT_OFF, **settings).fit(DATA, DATA).run_dir
-    checkpoint = Path(run_dirs["cut-off"], "checkpoints", f"step-{CUT_OFF:08d}")
-    resumed = trainer(resume_from_checkpoint=str(checkpoint), **settings)
-    run_dirs["resumed"] = resumed.fit(DATA, DATA).run_dir
-    resumed.save(out / "resumed.safetensors")
-    if whole.is_main_process:
+    run_dirs = dict(cut_off_and_resume(out, functools.partial(trainer, **settings), "", CUT_OFF))
+    run_dirs |= cut_off_and_resume(out, functools.partial(freezing, **settings), "frozen", FROZEN_CUT_OFF)
+    if os.environ.get("RANK", "0") == "0":
         absolute = {name: str(Path(run_dir).absolute()) for name, run_dir in run_dirs.items()}
         (out / "run_dirs.json").write_text(json.dumps(absolute))
 

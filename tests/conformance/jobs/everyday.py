@@ -1,6 +1,7 @@
-"""Train with optimizers that settings name, validate in a stream, and log values: everyday.py OUT DTYPE CASE...
+"""Train with optimizers that settings name, validate in a stream and by the clock, log values, and evaluate and save in hooks:
+everyday.py OUT DTYPE CASE...
 
-For each case OUT gets CASE.safetensors, the weights, and CASE.json, the rows and the run directory.
+For each case OUT gets CASE.safetensors, the weights, CASE.json, the rows and the run directory, and CASE-RANK.json, what each rank saw.
 """
 
 import json
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import IterableDataset, TensorDataset
 
 from distributed import Trainer
+from tests.conformance.jobs.asking import AsksToSave, Evaluates, StopsAfterThree, write
 from tests.conformance.jobs.logs_in_hooks import LogsInHooks
 
 SAMPLES, GLOBAL = 44, 11  # four updates per epoch, of which each rank of two has five or six samples
@@ -67,9 +69,24 @@ def logging_trainer(**settings):
 
 def train(case, out, **settings):
     """Train a case and write its results. All ranks call it."""
+    seen = {}
     if case == "logged":
         trainer = logging_trainer(**settings)
         history = trainer.fit(DATA)
+    elif case == "by-the-clock":
+        endless = {"epochs": 10**4, "log_every_n_steps": 10**6, "validate_every_s": 0.01}
+        trainer = Trainer(net, optimizer="sgd", callbacks=[StopsAfterThree()], **{**BASE, **endless, **settings})
+        history = trainer.fit(DATA, DATA)
+    elif case == "evaluated":  # the settings of "adam"
+        evaluates = Evaluates(DATA)
+        trainer = Trainer(net, callbacks=[evaluates], **BASE, **OPTIMIZERS["adam"], **settings)
+        history = trainer.fit(DATA)
+        seen["evaluated"] = evaluates.found
+    elif case == "saved":
+        asks = AsksToSave()
+        trainer = Trainer(net, optimizer="sgd", callbacks=[asks], **{**BASE, "epochs": 10**4, **settings})
+        history = trainer.fit(DATA)
+        seen["saved"] = asks.saved
     elif case == "stream":
         trainer = Trainer(net, optimizer="sgd", **{**BASE, "max_steps": 10, "validate_every_n_steps": 3, **settings})
         history = trainer.fit(Endless(), DATA)
@@ -77,6 +94,7 @@ def train(case, out, **settings):
         trainer = Trainer(net, **BASE, **OPTIMIZERS[case], **settings)
         history = trainer.fit(DATA)
     trainer.save(out / f"{case}.safetensors")
+    write(out, case, history, **seen)
     if trainer.is_main_process:
         found = {"rows": history.rows, "run_dir": str(Path(history.run_dir).absolute())}
         (out / f"{case}.json").write_text(json.dumps(found))

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from benchmarks.all_reduces import count_all_reduces
 from distributed import Callback, Trainer
 from distributed.checkpoints.store import read_state
+from tests.conformance.jobs.asking import StopsAfterThree
 from tests.conformance.jobs.recording import RANK, WORLD, facts, run_cases, train
 
 SAMPLES, FEATURES, CLASSES, GLOBAL = 44, 6, 4, 12  # four updates an epoch, the last one of 8 samples
@@ -469,24 +470,6 @@ class StopsInAStep(Callback):
     def on_step_end(self, state: Any, result: Any) -> None:
         if state.step == 2 and RANK == WORLD - 1:
             self.context.stop("asked in step 2")
-
-
-class StopsAfterThree(Callback):
-    """Ask to stop on the last rank after three validations or checkpoints, however long they take to become due."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def on_validation_end(self, state: Any, metrics: Any) -> None:
-        self._add()
-
-    def on_checkpoint(self, state: Any, path: Path) -> None:
-        self._add()
-
-    def _add(self) -> None:
-        self.count += 1
-        if self.count == 3 and RANK == WORLD - 1:
-            self.context.stop("asked after three")
 
 
 def by_the_clock(**settings: Any) -> Any:

@@ -1,8 +1,10 @@
 """Train several models with an optimizer each: whole, cut off and resumed, with empty slices, and with errors.
 
-Arguments: the directory for the results, the backend, and a checkpoint of another backend to continue from, if there is one.
+Arguments: the directory for the results, the backend, and a checkpoint of another backend to continue from, if there is one. With
+"mixed" in its place, the models are trained in float32 and with bf16 instead.
 """
 
+import functools
 import json
 import os
 import sys
@@ -84,20 +86,34 @@ class OtherBuffers(Callback):
         self.context.model["d"].scale.add_(RANK)
 
 
+def train_one(out, backend, name, **settings):
+    """Train a case and write its results."""
+    samples = data()
+    if settings.get("dtype") == "float32":
+        samples = TensorDataset(*(column.float() for column in samples.tensors))
+    given = {
+        "models": MODELS, "optimizers": {"g": adam, "d": sgd}, "schedulers": {"d": halving}, "training_step": step,
+        **BASE, **settings,
+    }  # fmt: skip
+    trainer = Trainer(**given)
+    trainer.callbacks = [OtherBuffers()] if backend == "pytorch-ddp" else []
+    history = trainer.fit(samples, samples)
+    trainer.save(out / f"{name}.safetensors")
+    again = trainer.evaluate(samples)
+    if trainer.is_main_process:
+        row = {key: value for key, value in history.rows[-1].items() if "second" not in key}
+        (out / f"{name}.json").write_text(json.dumps({"row": row, "again": again}))
+
+
+def mixed(out: Path, backend: str):
+    """Train with plain gradients, which do not magnify rounding as those of Adam do."""
+    settings = {"dtype": "float32", "optimizers": {"g": sgd, "d": sgd}}
+    train_one(out, backend, "float32", **settings)
+    train_one(out, backend, "bf16", **settings, mixed_precision="bf16")
+
+
 def main(out: Path, backend: str, elsewhere: str | None):
-    def train(name, **settings):
-        given = {
-            "models": MODELS, "optimizers": {"g": adam, "d": sgd}, "schedulers": {"d": halving}, "training_step": step,
-            **BASE, **settings,
-        }  # fmt: skip
-        trainer = Trainer(**given)
-        trainer.callbacks = [OtherBuffers()] if backend == "pytorch-ddp" else []
-        history = trainer.fit(data(), data())
-        trainer.save(out / f"{name}.safetensors")
-        again = trainer.evaluate(data())
-        if trainer.is_main_process:
-            row = {key: value for key, value in history.rows[-1].items() if "second" not in key}
-            (out / f"{name}.json").write_text(json.dumps({"row": row, "again": again}))
+    train = functools.partial(train_one, out, backend)
 
     def refused(**settings):
         try:
@@ -127,5 +143,7 @@ def main(out: Path, backend: str, elsewhere: str | None):
     (out / f"errors-{RANK}.json").write_text(json.dumps(errors))
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and "mixed" in sys.argv:
+    mixed(Path(sys.argv[1]), sys.argv[2])
+elif __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else None)

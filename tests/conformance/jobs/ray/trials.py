@@ -25,6 +25,7 @@ KINDS = {  # resources of a trial, and more of its config. The cluster has what 
     "alone": ({"cpu": 3}, {}),
     "one bundle": ({"cpu": 3}, {"nproc_per_node": 2, **TOLD}),
     "own bundles": (GROUP([{"CPU": 1}, {"CPU": 1}, {"CPU": 1}]), {"nproc_per_node": 2, **TOLD}),
+    "validations": ({"cpu": 3}, {"nproc_per_node": 2, "epochs": 2, "validate_every_n_steps": 2, **TOLD}),
     "stopped alone": ({"cpu": 3}, ENDLESS),
     "stopped workers": ({"cpu": 3}, {"nproc_per_node": 2, **ENDLESS}),
     "too small": (GROUP([{"CPU": 2}, {"CPU": 1}]), {"nproc_per_node": 2}),

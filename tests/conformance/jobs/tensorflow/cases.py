@@ -264,6 +264,16 @@ def stepped():
     return seen | {"expected": {"union": mean_union(outputs), "nll": float(nll.mean())}}
 
 
+def logged_in_step():
+    held = []
+
+    def logs(model, batch):
+        held[0].log("seen", 1.0)
+        return step(model, batch)["loss"]
+
+    return train(training_step=logs, first=held.append)[1]
+
+
 def decay(optimizer=None):
     return keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
 
@@ -415,6 +425,7 @@ CASES = {
     "max-steps": lambda: facts(max_steps=3),
     "stopped": lambda: facts(val=(X, -0.0 * X[:, 0] + Y), epochs=50, early_stopping_patience=1, learning_rate=5.0),
     # what is refused
+    "logged-in-step": logged_in_step,
     "of-torch": lambda: facts(metrics={"f1": of_torch()}),
     "summed": lambda: facts(loss_fn=keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="sum")),
     "four": lambda: facts(data=(X, X, X, Y)),

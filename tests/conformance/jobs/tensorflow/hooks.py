@@ -1,0 +1,60 @@
+"""Log, validate, evaluate and save as hooks and the clock ask for it, in fits of a Keras model on TensorFlow: hooks.py OUT.
+
+For each case OUT gets CASE.safetensors, the weights, CASE.json, the run directory, and CASE-RANK.json, what each rank saw.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from distributed import TensorFlowDistributedTrainer
+from tests.conformance.jobs.asking import AsksToSave, Evaluates, StopsAfterThree, write
+from tests.conformance.jobs.logs_in_hooks import LogsInHooks
+
+x = np.random.default_rng(0).normal(size=(44, 6))
+DATA = (x, (x.sum(1) > 0).astype(int))
+BASE = {
+    "global_batch_size": 11, "epochs": 2, "dtype": "float64", "shuffle": False, "learning_rate": 1e-2, "log_every_n_steps": 2,
+    "checkpoint_frequency": None, "keep_best": False, "verbose": False,
+}  # fmt: skip
+ENDLESS = {"epochs": 10**4, "log_every_n_steps": 10**6}
+
+
+@keras.saving.register_keras_serializable()
+class Fixed(keras.initializers.Initializer):
+    """Initialize with the same weights in each fit."""
+
+    def __call__(self, shape, dtype=None):
+        return keras.ops.cast(np.random.RandomState(shape[0]).normal(size=shape), dtype)
+
+
+def net():
+    return keras.Sequential(
+        [keras.Input((6,)), keras.layers.Dense(2, kernel_initializer=Fixed(), name="head")], name="net"
+    )
+
+
+def fit(out, case, callback=None, validation=None, **settings):
+    """Train a case and write its results. All ranks call it."""
+    callbacks = [] if callback is None else [callback]
+    trainer = TensorFlowDistributedTrainer(net, callbacks=callbacks, **{**BASE, **settings})
+    history = trainer.fit(DATA, validation)
+    trainer.save(out / f"{case}.safetensors")
+    write(out, case, history, evaluated=getattr(callback, "found", None), saved=getattr(callback, "saved", None))
+    if trainer.is_main_process:
+        (out / f"{case}.json").write_text(json.dumps({"run_dir": str(Path(history.run_dir).absolute())}))
+
+
+def main(out):
+    fit(out, "logged", LogsInHooks(), epochs=1)
+    fit(out, "plain")
+    fit(out, "evaluated", Evaluates(DATA))
+    fit(out, "by-the-clock", StopsAfterThree(), DATA, **ENDLESS, validate_every_s=0.01)
+    fit(out, "saved", AsksToSave(), **ENDLESS)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
