@@ -491,11 +491,14 @@ def test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other(
 ) -> None:
     job = Job(make_machines(2), start, "--set", "node_timeout=5", wait_s=0.03)
     job.until_step(20)
+    cut = time.time()
     job.machines.link(1, "down")
 
     ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [1, 1]
+    (lost,) = [each for each in map(json.loads, job._events().splitlines()) if each["event"] == "node_lost"]
+    assert lost["time"] - cut <= 11, lost
     assert "node 1 (node1, 10.99.0.2) has been silent for 10 s" in ended[0].output
     assert "error: node 1 (node1, 10.99.0.2) did not come back within 5 s (node_timeout)" in ended[0].output
     assert "error: node 0 (10.99.0.1) is lost: it did not answer for 5 s (node_timeout)" in ended[1].output

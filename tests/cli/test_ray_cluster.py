@@ -387,7 +387,8 @@ def test_the_number_of_workers_follows_the_nodes(
     began = time.time()
     cluster.kill(1)
     cluster.kill(2)
-    command.wait_for(lambda: first_save_with(home, 1), 90)
+    command.wait_for(lambda: first_save_with(home, 1), 60)
+    assert first_save_with(home, 1) - began <= 30, command.output
     for lost in (1, 2, 3):
         cluster.add(lost)
     command.wait_for("going on with 4 processes", 120)
