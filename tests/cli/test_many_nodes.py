@@ -267,16 +267,22 @@ def test_a_killed_worker_of_another_node_goes_on_bit_for_bit(
 ) -> None:
     job = Job(make_machines(2), start, "--nproc-per-node", "2", wait_s=0.03)
     job.until_step(40)
+    (part,) = job.machines.homes[1].glob("runs/*")
+    status = [sys.executable, "-m", "distributed.cli", "status", f"runs/{part.name}"]
+    following = start([*job.machines.on(1), *status])
+    following.wait_for("status      running", 30)
     os.kill(job.worker(1), signal.SIGKILL)
 
     assert job.weights() == expected(4)
+    followed = following.finish(30).stdout.splitlines()
+    assert followed[-1] == "finished at step 160", followed
+    assert sum("  worker failed  " in line and "SIGKILL" in line for line in followed) == 1, followed
     assert job._events().count('"restarted"') == 1
     failed = [json.loads(line) for line in job._events().splitlines() if "SIGKILL" in line]
     assert [(each["event"], each["node"]) for each in failed] == [("worker_failed", 1)], failed
     killed = rf"warning: {re.escape(failed[0]['cause'])}"  # on both consoles
     assert re.search(killed, job.text(0)) and re.search(killed, job.text(1)), job.text(0) + job.text(1)
     assert job.text(0).count("nodes: 0 (node0), 1 (node1)\n") == 1
-    (part,) = job.machines.homes[1].glob("runs/*")
     with pytest.raises(
         ConfigError, match=r"has the logs of node 1 of a run of \S+: ask there"
     ):  # it is no run of its own
