@@ -72,6 +72,7 @@ if __name__ == "__main__":
     train(backend="ray", address="10.99.0.1:6399", nproc_per_node=2)
 """
 )
+ELASTIC = CODE.replace("nproc_per_node=2", "num_workers=(1, 2), elastic_interval_s=5").replace("epochs=4", "epochs=100")
 # What stands around the sample of docs/ray.md.
 MODEL = """
 import torch
@@ -341,17 +342,32 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
 
 
 @pytest.mark.cluster
-def test_fit_goes_on_on_the_nodes_that_are_left(
+def test_fit_takes_a_node_that_joins_and_goes_on_on_the_nodes_that_are_left(
     ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
 ) -> None:
-    cluster = ray_machines(3)
+    cluster = ray_machines(3, begun=1)
     home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND)
     (home / "fit.py").write_text(CODE)
+    (home / "elastic.py").write_text(ELASTIC)
     expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
     assert expected.returncode == 0, expected.output
     (first,) = home.glob("runs/*")
     first.rename(home / "expected")
+
+    command = cluster.run("elastic.py")
+    wait_for_step(home, 5, command)
+    assert first_save_with(home, 1)
+    cluster.add(1)
+    command.wait_for(lambda: first_save_with(home, 2), 60)
+    command.signal(signal.SIGTERM)
+    stopped = command.finish(60, grace=20)
+    assert stopped.returncode == 143, stopped.output
+    (run,) = home.glob("runs/*")
+    started = [event["world_size"] for event in RunDirectory(run).read_events() if event["event"] == "started"]
+    assert started == [1, 2], stopped.output
+    run.rename(home / "elastic")
+    cluster.add(2)
 
     command = cluster.run("fit.py")
     wait_for_step(home, 20, command)
