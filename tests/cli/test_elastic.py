@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import sys
 import time
@@ -85,6 +86,19 @@ LIMITS = {"deepspeed": 1e-6}  # its engine has no float64
 
 def command(*flags: str) -> list[str]:
     return [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--device", "cpu", *flags]
+
+
+def with_nodes(count: str) -> list[str]:
+    """Return the command of docs/elastic.md for several nodes, with this many nodes of one process on the CPU."""
+    page = (Path(__file__).resolve().parents[2] / "docs/elastic.md").read_text()
+    (line,) = re.findall(r"^python (-m distributed\.cli train .*--nnodes .*)$", page, re.M)
+    for there, here in (
+        ("examples/train.py", "train.py"), ("--nproc-per-node 8", "--nproc-per-node 1 --device cpu"), ("1:4", count),
+        ("node0:29500", f"10.99.0.1:{PORT}"),
+    ):  # fmt: skip
+        assert there in line
+        line = line.replace(there, here)
+    return [sys.executable, *shlex.split(line)]
 
 
 def weights_of(text: str) -> list[float]:
@@ -196,8 +210,7 @@ def test_nodes_go_and_come(
 
     def begin(rank: int, *numbered: str) -> Started:
         (machines.homes[rank] / "train.py").write_text(SCRIPT)
-        where = ["--nnodes", "1:3", "--rdzv-endpoint", f"10.99.0.1:{PORT}", *numbered]
-        own = command("--backend", backend, "--nproc-per-node", "1", "--max-restarts", "1", *where)
+        own = [*with_nodes("1:3"), "--backend", backend, "--max-restarts", "1", *numbered]
         env = {"WAIT_S": "0.15", "SEEN": os.devnull, "DISTRIBUTED_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET[::-1]}
         return start([*machines.on(rank), *own], env=env)
 

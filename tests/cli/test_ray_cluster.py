@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -268,6 +269,16 @@ def weights_of(output: str) -> str:
     return output.split("weights ")[1].split()[0]
 
 
+def command_of_the_page() -> list[str]:
+    """Return the first command of docs/ray.md, for two nodes of one process."""
+    page = (ROOT / "docs/ray.md").read_text()
+    (line,) = re.findall(r"^python (-m distributed\.cli train .* --address ray://.*)$", page, re.M)
+    for there, here in (("ray://head:10001", "10.99.0.1:6399"), ("4 --gpus-per-node 8", "2 --nproc-per-node 1")):
+        assert there in line
+        line = line.replace(there, here)
+    return shlex.split(line)
+
+
 def test_the_sample_of_the_page_trains_on_two_nodes_as_on_one_machine(
     ray_machines: Callable[..., RayMachines], run_python: Callable[..., Any]
 ) -> None:
@@ -302,18 +313,7 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     (first,) = home.glob("runs/*")
     first.rename(tmp_path / "expected")
 
-    words = [
-        "-m",
-        "distributed.cli",
-        "train",
-        "--script",
-        "train.py",
-        "--backend",
-        "ray",
-        "--address",
-        "10.99.0.1:6399",
-    ]
-    command = cluster.run(*words, "--num-nodes", "2", "--nproc-per-node", "1", "--wait", "200")
+    command = cluster.run(*command_of_the_page(), "--wait", "200")
     command.wait_for("waiting for resources: num_nodes=2 needs as many nodes with 1 CPU, but the Ray cluster at", 60)
     cluster.add(1)
     wait_for_step(home, 20, command)
@@ -331,7 +331,7 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     assert events.count('"restarted"') == 1 and events.count('"node_lost"') == 1
     run.rename(tmp_path / "first")
 
-    command = cluster.run(*words, "--num-nodes", "2", "--nproc-per-node", "1", "--set", "node_timeout=5")
+    command = cluster.run(*command_of_the_page(), "--set", "node_timeout=5")
     wait_for_step(home, 20, command)
     cluster.kill(1)
     began = time.monotonic()
