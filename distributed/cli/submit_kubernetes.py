@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from distributed.errors import ConfigError
 from distributed.launcher.submit import kubernetes
 from distributed.launcher.submit.job import BatchJob
 from distributed.launcher.submit.manifests import KubernetesOptions, job_name
+from distributed.launcher.submit.operators import OF_RAYJOB
 
 _ABOUT = """\
 Write the manifests of a run for Kubernetes and submit them with kubectl.
@@ -67,6 +69,10 @@ def _options(asked: dict[str, Any]) -> KubernetesOptions:
     return KubernetesOptions(secrets=secrets, **given)
 
 
+def _settings(options: KubernetesOptions) -> Sequence[Mapping[str, str]]:
+    return [OF_RAYJOB if options.kind == "rayjob" else {}]
+
+
 def _submit(job: BatchJob, options: KubernetesOptions, resume: bool) -> str:
     for text in kubernetes.notes(job, options):
         sys.stderr.write(f"warning: {text}\n")
@@ -80,5 +86,5 @@ def _stop(run_dir: Path) -> str:
 
 KUBERNETES = Scheduler(
     "Kubernetes", kubernetes.FILE, _ABOUT, _add_flags, _options, kubernetes.manifest_text, _submit, kubernetes.status, kubernetes.logs,
-    _stop, shares_run_dir=False, name=lambda script, run_dir: job_name(run_dir.name),
+    _stop, shares_run_dir=False, settings=_settings, name=lambda script, run_dir: job_name(run_dir.name),
 )  # fmt: skip

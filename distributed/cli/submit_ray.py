@@ -58,23 +58,13 @@ def _settings(_: RayJobOptions) -> Sequence[Mapping[str, str]]:
 
 
 def _text(job: BatchJob, options: RayJobOptions) -> str:
-    ray_jobs.check_script(_script(job))
+    ray_jobs.check_script(job.value_of("--script"))
     env = json.dumps(ray_jobs.runtime_env(options, Path.cwd()), indent=1)
     return f"address: {options.address}\nentrypoint: {ray_jobs.entrypoint(job, options)}\nruntime_env: {env}\n"
 
 
-def _script(job: BatchJob) -> str:
-    """Return the script that the words of the job name, or "" if the file of --config names it. The last flag counts."""
-    found = ""
-    for index, word in enumerate(job.words):
-        flag, equals, value = word.partition("=")
-        if flag == "--script":
-            found = value if equals else job.words[index + 1]
-    return found
-
-
 def _submit(job: BatchJob, options: RayJobOptions, resume: bool) -> str:
-    ray_jobs.check_script(_script(job))
+    ray_jobs.check_script(job.value_of("--script"))
     number = ray_jobs.submit(job, options, Path.cwd(), resume=resume)
     return f"job {number} was submitted to {options.address}\nrun directory on the cluster: {ray_jobs.run_dir_of(job, options)}"
 

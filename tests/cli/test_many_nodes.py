@@ -49,7 +49,7 @@ if trainer.is_main_process:
 """
 
 CODE = """
-import sys
+import os, sys
 from multiprocessing import current_process
 import torch
 from torch.utils.data import TensorDataset
@@ -61,7 +61,8 @@ nodes = {"num_nodes": 2, "node_rank": int(sys.argv[1]), "master_addr": "10.99.0.
 for number in range(2):
     trainer = Trainer(
         torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)), device="cpu",
-        loss_fn=torch.nn.functional.mse_loss, dtype="float64", epochs=2, global_batch_size=8, **nodes,
+        loss_fn=torch.nn.functional.mse_loss, dtype="float64", epochs=2, global_batch_size=8, backend=os.environ["BACKEND"],
+        checkpoint_dir=os.environ.get("CHECKPOINTS"), **nodes,
     )
     for fit in range(2 - number):
         history = trainer.fit(data)
@@ -238,18 +239,24 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_are_loopback(
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("backend", ["pytorch-ddp", "fsdp", "horovod"])
 def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
-    make_machines: Callable[[int], Machines],
+    make_machines: Callable[..., Machines],
     start: Callable[..., Started],
+    tmp_path: Path,
+    backend: str,
 ) -> None:
-    machines = make_machines(2)
+    needs_backend(backend)
+    machines = make_machines(2, are_names_loopback=backend != "horovod")
     for home in machines.homes:
         (home / "fit.py").write_text(CODE)
-    command = [sys.executable, "fit.py"]
-    alone = start([*machines.on(0), *command])
+    command, env = [sys.executable, "fit.py"], {"BACKEND": backend}
+    alone = start([*machines.on(0), *command], env=env)
 
     expected = [line for line in alone.finish(100).stdout.splitlines() if line.startswith("result:")]
-    both = [start([*machines.on(rank), *command, str(rank)]) for rank in (0, 1)]
+    if backend == "fsdp":  # each node writes a part of the weights
+        env["CHECKPOINTS"] = str(tmp_path / "shared")
+    both = [start([*machines.on(rank), *command, str(rank)], env=env) for rank in (0, 1)]
     ended = [node.finish(200) for node in both]
 
     assert len(expected) == 3
@@ -267,16 +274,22 @@ def test_a_killed_worker_of_another_node_goes_on_bit_for_bit(
 ) -> None:
     job = Job(make_machines(2), start, "--nproc-per-node", "2", wait_s=0.03)
     job.until_step(40)
+    (part,) = job.machines.homes[1].glob("runs/*")
+    status = [sys.executable, "-m", "distributed.cli", "status", f"runs/{part.name}"]
+    following = start([*job.machines.on(1), *status])
+    following.wait_for("status      running", 30)
     os.kill(job.worker(1), signal.SIGKILL)
 
     assert job.weights() == expected(4)
+    followed = following.finish(30).stdout.splitlines()
+    assert followed[-1] == "finished at step 160", followed
+    assert sum("  worker failed  " in line and "SIGKILL" in line for line in followed) == 1, followed
     assert job._events().count('"restarted"') == 1
     failed = [json.loads(line) for line in job._events().splitlines() if "SIGKILL" in line]
     assert [(each["event"], each["node"]) for each in failed] == [("worker_failed", 1)], failed
     killed = rf"warning: {re.escape(failed[0]['cause'])}"  # on both consoles
     assert re.search(killed, job.text(0)) and re.search(killed, job.text(1)), job.text(0) + job.text(1)
     assert job.text(0).count("nodes: 0 (node0), 1 (node1)\n") == 1
-    (part,) = job.machines.homes[1].glob("runs/*")
     with pytest.raises(
         ConfigError, match=r"has the logs of node 1 of a run of \S+: ask there"
     ):  # it is no run of its own
@@ -491,11 +504,14 @@ def test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other(
 ) -> None:
     job = Job(make_machines(2), start, "--set", "node_timeout=5", wait_s=0.03)
     job.until_step(20)
+    cut = time.time()
     job.machines.link(1, "down")
 
     ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [1, 1]
+    (lost,) = [each for each in map(json.loads, job._events().splitlines()) if each["event"] == "node_lost"]
+    assert lost["time"] - cut <= 11, lost
     assert "node 1 (node1, 10.99.0.2) has been silent for 10 s" in ended[0].output
     assert "error: node 1 (node1, 10.99.0.2) did not come back within 5 s (node_timeout)" in ended[0].output
     assert "error: node 0 (10.99.0.1) is lost: it did not answer for 5 s (node_timeout)" in ended[1].output

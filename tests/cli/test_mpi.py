@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from tests.machines import Machines
 
 pytestmark = pytest.mark.timeout(600)
 SHORT = SCRIPT.replace("320", "64").replace("epochs=4", "epochs=1")
+PAGE = Path(__file__).resolve().parents[2] / "docs/many-nodes.md"
 BACKENDS = ("pytorch-ddp", "fsdp", "deepspeed", "horovod")
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # mpirun binds each of several processes to a core, and counts those of the machine.
@@ -69,11 +72,13 @@ def test_mpirun_trains_on_two_machines_as_on_one(
     (home / "train.py").write_text(SHORT)
     command = train(backend)
     env = environment(backend, PATH=f"{machines.ssh()}:{os.environ['PATH']}")
-    launcher = [*MPIRUN, "-np", "4"] if backend == "horovod" else []  # which adds in another order over Gloo
-    own = [] if launcher else ["--nproc-per-node", "4"]
 
-    one = weights(start, [*launcher, *command, *own, "--run-dir", "one"], home, env)
-    hosts = ["--host", "node0:2,node1:2"]
-    two = weights(start, [*machines.on(0), *MPIRUN, "-np", "4", *hosts, *command, "--run-dir", "two"], home, env)
+    command_of_the_page = r"^mpirun (--host \S+) python -m distributed\.cli train --script examples/train\.py$"
+    (hosts,) = re.findall(command_of_the_page, PAGE.read_text(), re.M)
+
+    one = weights(start, [*MPIRUN, "-np", "4", *command, "--run-dir", "one"], home, env)
+    two = weights(start, [*machines.on(0), *MPIRUN, *hosts.split(), *command, "--run-dir", "two"], home, env)
 
     assert two == one
+    results = [json.loads((home / name / "result.json").read_text()) for name in ("one", "two")]
+    assert [(each["num_nodes"], each["world_size"]) for each in results] == [(1, 4), (2, 4)]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -72,6 +73,7 @@ if __name__ == "__main__":
     train(backend="ray", address="10.99.0.1:6399", nproc_per_node=2)
 """
 )
+ELASTIC = CODE.replace("nproc_per_node=2", "num_workers=(1, 2), elastic_interval_s=5").replace("epochs=4", "epochs=100")
 # What stands around the sample of docs/ray.md.
 MODEL = """
 import torch
@@ -267,6 +269,16 @@ def weights_of(output: str) -> str:
     return output.split("weights ")[1].split()[0]
 
 
+def command_of_the_page() -> list[str]:
+    """Return the first command of docs/ray.md, for two nodes of one process."""
+    page = (ROOT / "docs/ray.md").read_text()
+    (line,) = re.findall(r"^python (-m distributed\.cli train .* --address ray://.*)$", page, re.M)
+    for there, here in (("ray://head:10001", "10.99.0.1:6399"), ("4 --gpus-per-node 8", "2 --nproc-per-node 1")):
+        assert there in line
+        line = line.replace(there, here)
+    return shlex.split(line)
+
+
 def test_the_sample_of_the_page_trains_on_two_nodes_as_on_one_machine(
     ray_machines: Callable[..., RayMachines], run_python: Callable[..., Any]
 ) -> None:
@@ -301,18 +313,7 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     (first,) = home.glob("runs/*")
     first.rename(tmp_path / "expected")
 
-    words = [
-        "-m",
-        "distributed.cli",
-        "train",
-        "--script",
-        "train.py",
-        "--backend",
-        "ray",
-        "--address",
-        "10.99.0.1:6399",
-    ]
-    command = cluster.run(*words, "--num-nodes", "2", "--nproc-per-node", "1", "--wait", "200")
+    command = cluster.run(*command_of_the_page(), "--wait", "200")
     command.wait_for("waiting for resources: num_nodes=2 needs as many nodes with 1 CPU, but the Ray cluster at", 60)
     cluster.add(1)
     wait_for_step(home, 20, command)
@@ -330,7 +331,7 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     assert events.count('"restarted"') == 1 and events.count('"node_lost"') == 1
     run.rename(tmp_path / "first")
 
-    command = cluster.run(*words, "--num-nodes", "2", "--nproc-per-node", "1", "--set", "node_timeout=5")
+    command = cluster.run(*command_of_the_page(), "--set", "node_timeout=5")
     wait_for_step(home, 20, command)
     cluster.kill(1)
     began = time.monotonic()
@@ -341,17 +342,32 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
 
 
 @pytest.mark.cluster
-def test_fit_goes_on_on_the_nodes_that_are_left(
+def test_fit_takes_a_node_that_joins_and_goes_on_on_the_nodes_that_are_left(
     ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
 ) -> None:
-    cluster = ray_machines(3)
+    cluster = ray_machines(3, begun=1)
     home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND)
     (home / "fit.py").write_text(CODE)
+    (home / "elastic.py").write_text(ELASTIC)
     expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
     assert expected.returncode == 0, expected.output
     (first,) = home.glob("runs/*")
     first.rename(home / "expected")
+
+    command = cluster.run("elastic.py")
+    wait_for_step(home, 5, command)
+    assert first_save_with(home, 1)
+    cluster.add(1)
+    command.wait_for(lambda: first_save_with(home, 2), 60)
+    command.signal(signal.SIGTERM)
+    stopped = command.finish(60, grace=20)
+    assert stopped.returncode == 143, stopped.output
+    (run,) = home.glob("runs/*")
+    started = [event["world_size"] for event in RunDirectory(run).read_events() if event["event"] == "started"]
+    assert started == [1, 2], stopped.output
+    run.rename(home / "elastic")
+    cluster.add(2)
 
     command = cluster.run("fit.py")
     wait_for_step(home, 20, command)
@@ -387,7 +403,8 @@ def test_the_number_of_workers_follows_the_nodes(
     began = time.time()
     cluster.kill(1)
     cluster.kill(2)
-    command.wait_for(lambda: first_save_with(home, 1), 90)
+    command.wait_for(lambda: first_save_with(home, 1), 60)
+    assert first_save_with(home, 1) - began <= 30, command.output
     for lost in (1, 2, 3):
         cluster.add(lost)
     command.wait_for("going on with 4 processes", 120)

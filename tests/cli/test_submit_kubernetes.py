@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,12 +16,14 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from distributed.backends._ray import starting
 from distributed.cli.__main__ import run
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher.submit import kubernetes
 from distributed.launcher.submit.manifests import job_name
 from distributed.launching.environments.base import NodeEnvironment
 from distributed.launching.environments.registry import node_environment
+from tests.conftest import needs_backend
 from tests.crds import definitions, errors_of
 from tests.kubectl import FakeKubectl
 
@@ -516,7 +519,8 @@ def test_a_run_belongs_to_the_scheduler_that_it_was_last_handed_to(
         (["--image", "i", "--retries", "-1"], "--retries -1 is not a number from 0"),
         (["--image", "i", "--volume-path", "/tmp"], "--volume-path /tmp cannot be mounted"),
         (["--image", "i", "--volume-path", "runs"], "--volume-path runs cannot be mounted"),
-        (["--image", "i", "--kind", "rayjob"], "--kind rayjob starts a Ray cluster, which only the backend ray uses"),
+        (["--image", "i", "--kind", "rayjob", "--backend", "fsdp"], "which only the backend ray uses: drop --backend fsdp"),
+        (["--image", "i", "--kind", "rayjob", "--address=head:6379"], "the cluster that the run joins: drop --address head:6379"),
         (["--image", "i", "--epochs", "0"], "epochs"),
         (["--image", "i", "--token-file", "t"], "--token-file is not a flag of kubernetes"),
     ],
@@ -560,11 +564,11 @@ def test_a_trainjob_has_the_pods_in_a_runtime_of_its_own(home: Path, capsys: pyt
 
 
 def test_a_rayjob_runs_the_command_on_a_head_without_gpus(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (job,) = rendered(capsys, "--kind", "rayjob", "--backend", "ray", "--num-gpus", "8")
+    (job,) = rendered(capsys, "--kind", "rayjob", "--num-gpus", "8")
 
     spec = job["spec"]
     assert spec["entrypoint"] == (
-        "python -m distributed.cli train --script train.py --backend ray --num-gpus 8 --run-dir /runs/digits-1 --resume"
+        "python -m distributed.cli train --script train.py --num-gpus 8 --backend ray --address auto --run-dir /runs/digits-1 --resume"
     )
     head, (workers,) = spec["rayClusterSpec"]["headGroupSpec"], spec["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 1
@@ -574,6 +578,37 @@ def test_a_rayjob_runs_the_command_on_a_head_without_gpus(home: Path, capsys: py
     assert before["command"] == ["mkdir", "-p", "/runs/digits-1"]
     with pytest.raises(ConfigError, match=r"^'hidden size' cannot be a word of a RayJob's entrypoint"):
         run([*SUBMIT, "--kind", "rayjob", "--backend", "ray", "--dry-run", "--", "hidden size"])
+
+
+@pytest.mark.parametrize("named", [(), ("--backend", "ray")])
+def test_a_rayjob_of_two_nodes_joins_its_cluster(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, named: tuple[str, ...]
+) -> None:
+    """The command plans two nodes on a cluster that has what the manifest asks for."""
+    needs_backend("ray")
+    (job,) = rendered(capsys, *NODES, "--kind", "rayjob", *named, "--cpus", "64")
+
+    command = shlex.split(job["spec"]["entrypoint"])
+    assert command[:3] == ["python", "-m", "distributed.cli"]
+    assert (command.count("--backend"), command[command.index("--address") + 1]) == (1, "auto")
+    (workers,) = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert workers["replicas"] == 2
+    limits = container(workers)["resources"]["limits"]
+    there = {"CPU": float(limits["cpu"]), "GPU": float(limits["nvidia.com/gpu"])}
+    nodes = [
+        {"NodeID": name, "NodeManagerHostname": name, "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": has}
+        for name, has in [("head", {}), *((f"worker-{number}", there) for number in range(workers["replicas"]))]
+    ]
+    asked = []
+    monkeypatch.setattr(starting, "check_address", asked.append)
+    monkeypatch.setattr(starting, "ask", lambda address, patience_s: nodes)
+    there_dir = home / "runs"  # where the volume is mounted
+    words = [word.replace("/runs/", f"{there_dir}/") for word in command[3:]]
+    assert run([*words, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert asked == ["auto"] and re.search(
+        r"backend +ray\n +processes +8 processes on each of 2 nodes, device cuda", shown
+    ), shown
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "rayjob"])

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,7 @@ from tests.object_storage import BUCKET, Fault, complete_checkpoints, s3_server
 pytestmark = pytest.mark.timeout(600)
 pytest.importorskip("s3fs", reason="object storage needs s3fs")
 ADDRESS = f"s3://{BUCKET}/mine"
+PAGE = (Path(__file__).resolve().parents[2] / "docs/object-storage.md").read_text()
 LAST = f"step-{STEPS:08d}"
 
 
@@ -73,12 +76,24 @@ def test_checkpoints_are_copied_and_another_machine_resumes_from_them(run_cli, t
     assert last in uploaded(tmp_path / "run")
 
     other = tmp_path / "other"
-    (other / "run").mkdir(parents=True)
-    second = run_cli(arguments(other, [], *flags, "--resume", world=world), env=s3.env)
+    (other / "fresh").mkdir(parents=True)
+    (line,) = re.findall(r"^mkdir -p fresh\npython -m distributed\.cli train --script \S+ (.*)$", PAGE, re.M)
+    argv = arguments(other, [], *line.split(), "--backend", backend, "--set", "keep_latest_k=2", world=world)
+    del argv[argv.index("--run-dir") : argv.index("--run-dir") + 2]  # that of the line is left
+    second = run_cli(argv, cwd=other, env=s3.env)
 
     assert second.returncode == 0, second.output
     assert f"resumed from {last}: step {max(steps)}, epoch 2" in second.stdout
-    assert max(complete_checkpoints(s3.objects("mine/"))) == max(steps) * 3 // 2
+    saved = max(complete_checkpoints(s3.objects("mine/")))
+    assert saved == max(steps) * 3 // 2 and (other / "fresh" / "result.json").exists()
+    if backend == "single":
+        commands = re.findall(r"^python -m distributed\.cli (checkpoint .*)$", PAGE, re.M)
+        assert [command.split()[1] for command in commands] == ["list", "verify", "export"]
+        for command in commands:
+            words = command.replace("runs/mine", "mine").replace("step-00000046", f"step-{saved:08d}").split()
+            done = run_cli(words, cwd=tmp_path, env=s3.env)
+            assert done.returncode == 0 and (f"step-{saved:08d}" in done.stdout or words[1] == "export"), done.output
+        assert (tmp_path / "model.safetensors").exists()
     assert s3.env["AWS_SECRET_ACCESS_KEY"] not in first.output + second.output
     for file in (file for file in tmp_path.rglob("*") if file.is_file()):
         assert s3.env["AWS_SECRET_ACCESS_KEY"].encode() not in file.read_bytes(), file

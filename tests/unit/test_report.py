@@ -14,6 +14,7 @@ from distributed.errors import ConfigError, ResourceError
 from distributed.report import page as page_module
 from distributed.report import report_text, write_report, write_reports_at_end
 from distributed.report.curves import STRETCHES, thinned
+from distributed.report.figures import figures
 from distributed.report.panels import mean_times, run_panels, scaling_panels
 from distributed.report.runs import labels, read_run
 from distributed.report.sweep import read_sweep, sweep_panels
@@ -135,6 +136,15 @@ def test_events_stand_where_training_was_also_those_that_do_not_say(tmp_path):
     assert failed["text"] == ["worker failed: rank 1 was killed by SIGKILL"]
     marks = [(mark["step"], mark["text"]) for mark in panel(panels, "Loss").marks]
     assert marks == [(390, "worker failed"), (300, "resumed")]
+
+
+def test_the_restarts_of_a_run_are_counted_without_changes_of_the_number_of_processes(tmp_path):
+    names = ("worker_failed", "restarted", "resumed", "regrouped", "resumed", "worker_failed", "restarted", "resumed")
+    events = [{"time": BEGAN + 5 + number, "event": name} for number, name in enumerate(names)]
+    run, undisturbed = write_run(tmp_path / "run", events=events), write_run(tmp_path / "undisturbed")
+
+    assert [figures(read_run(path))["restarts"] for path in (run, undisturbed)] == ["2", "0"]
+    assert re.search(r"<dt>restarts</dt>\s*<dd[^>]*>2</dd>", report_text([run]))
 
 
 def test_ranks_and_events_of_several_nodes_name_their_node(tmp_path):

@@ -57,6 +57,15 @@ class BatchJob:
         """Return whether the setting `name` is known to have been given."""
         return self.settings is not None and self.settings.is_given(name)
 
+    def value_of(self, flag: str) -> str:
+        """Return the value of a flag of `words`, or "" if the flag is not there. The last one counts."""
+        found = ""
+        for index, word in enumerate(self.words):
+            name, equals, value = word.partition("=")
+            if name == flag:
+                found = value if equals else self.words[index + 1]
+        return found
+
     def command(self, run_dir: str, more: str = "") -> str:
         """Return the command of a node. It starts the run in `run_dir`, or continues it.
 

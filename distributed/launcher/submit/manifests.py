@@ -268,13 +268,13 @@ def run_dir_in_pod(job: BatchJob, options: KubernetesOptions) -> str:
     return str(PurePosixPath(options.volume_path) / job.name)
 
 
-def words(job: BatchJob, options: KubernetesOptions) -> list[str]:
-    """Return the words of the command, as each pod runs it."""
+def words(job: BatchJob, options: KubernetesOptions, more: Sequence[str] = ()) -> list[str]:
+    """Return the words of the command, as each pod runs it. `more` are flags besides those of the job."""
     several = job.plan.num_nodes > 1 and not job.is_given("node_timeout")
     timeout = ["--set", f"node_timeout={_NODE_TIMEOUT_S}"] if several else []
     timeout += _timeout_of_save(job, options)
     own = ["--", *job.script_args] if job.script_args else []
-    start = ["python", "-m", "distributed.cli", "train", *job.words, *timeout]
+    start = ["python", "-m", "distributed.cli", "train", *job.words, *more, *timeout]
     return [*start, "--run-dir", run_dir_in_pod(job, options), "--resume", *own]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from distributed.errors import ConfigError
@@ -19,6 +20,8 @@ from distributed.launcher.submit.manifests import (
     words,
 )
 
+# Settings of the command of a RayJob, which runs on the head of the cluster that it joins.
+OF_RAYJOB: Mapping[str, str] = {"backend": "ray", "address": "auto"}
 _TRAINER = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
 _PLAIN = re.compile(r"[\w.,:/=+@%-]+")  # a word that no shell changes
 
@@ -57,11 +60,21 @@ def trainjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[s
 def rayjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Return a RayJob: a Ray cluster with a worker pod for each node, and the command on its head, which trains nothing.
 
-    Raises ConfigError if the run does not use Ray, or a word of the command would be changed on its way through Ray's job server.
+    The command joins this cluster.
+
+    Raises ConfigError if the run does not use Ray or names another cluster, or if a word of the command would be changed on its way
+    through Ray's job server.
     """
-    if job.plan.backend != "ray":
-        raise ConfigError("--kind rayjob starts a Ray cluster, which only the backend ray uses: add --backend ray")
-    command = words(job, options)
+    given = {name: job.value_of(f"--{name}") for name in OF_RAYJOB}
+    if job.plan.backend != "ray" or given["backend"] not in ("", "ray"):
+        backend = given["backend"] or job.plan.backend
+        raise ConfigError(
+            f"--kind rayjob starts a Ray cluster, which only the backend ray uses: drop --backend {backend}"
+        )
+    if given["address"] not in ("", OF_RAYJOB["address"]):
+        raise ConfigError(f"--kind rayjob starts the Ray cluster that the run joins: drop --address {given['address']}")
+    own = [word for name, value in OF_RAYJOB.items() if not given[name] for word in (f"--{name}", value)]
+    command = words(job, options, own)
     if wrong := [word for word in command if not _PLAIN.fullmatch(word)]:
         raise ConfigError(
             f"{wrong[0]!r} cannot be a word of a RayJob's entrypoint: use letters, digits and .,:/=+@%-_ in it"
