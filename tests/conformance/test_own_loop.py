@@ -16,7 +16,7 @@ from tests.conformance.runs import FULL, OnFirstUse, newest
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "own_loop.py"
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(1200)  # up to three commands of 240 s, and more on a busy machine
 EXACT, ROUNDING = 1e-9, 1e-5  # in float64, and in float32
 # Name -> backend, processes and flags.
 WORLDS = {

@@ -241,7 +241,7 @@ def test_stopped_all_ranks_save_at_one_step_and_another_backend_goes_on(start, r
     command = start(
         [*CLI, *arguments(tmp_path, [], "--backend", "ray", "--log-every-n-steps", "1")], env={"SLOW": "0.05"}
     )
-    command.wait_for("step 3/21", 90)
+    command.wait_for("step 3/21", 240)
     command.signal(signal.SIGTERM)
     done = command.finish(120)
     assert done.returncode == 143 and "Traceback" not in done.output, done.output

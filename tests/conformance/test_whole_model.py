@@ -23,7 +23,7 @@ BACKENDS = {
     "fsdp": CASES,
     "deepspeed": ("gpt-0", "gpt-1", "gpt-2", "gpt-3", "frozen-3", "adapted-3"),  # the number is the stage
     "horovod": ("gpt", "adapted"),
-    "ray": ("adapted",),
+    "ray": ("gpt", "adapted"),
 }
 pytestmark = pytest.mark.timeout(480)
 
