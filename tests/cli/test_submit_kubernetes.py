@@ -520,7 +520,7 @@ def test_a_run_belongs_to_the_scheduler_that_it_was_last_handed_to(
         (["--image", "i", "--volume-path", "/tmp"], "--volume-path /tmp cannot be mounted"),
         (["--image", "i", "--volume-path", "runs"], "--volume-path runs cannot be mounted"),
         (["--image", "i", "--kind", "rayjob", "--backend", "fsdp"], "which only the backend ray uses: drop --backend fsdp"),
-        (["--image", "i", "--kind", "rayjob", "--address=head:6379"], "the cluster that the run joins: drop --address head:6379"),
+        (["--image", "i", "--kind", "rayjob", "--address=head:6379"], "the Ray cluster that the run joins: drop --address head:6379"),
         (["--image", "i", "--epochs", "0"], "epochs"),
         (["--image", "i", "--token-file", "t"], "--token-file is not a flag of kubernetes"),
     ],
@@ -603,7 +603,8 @@ def test_a_rayjob_of_two_nodes_joins_its_cluster(
     monkeypatch.setattr(starting, "check_address", asked.append)
     monkeypatch.setattr(starting, "ask", lambda address, patience_s: nodes)
     there_dir = home / "runs"  # where the volume is mounted
-    words = [word.replace("/runs/", f"{there_dir}/") for word in command[3:]]
+    (home / "runs/digits-1").mkdir(parents=True)  # as the head's init container does
+    words = [word.replace("/runs/", f"{home}/runs/") for word in command[3:]]
     assert run([*words, "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert asked == ["auto"] and re.search(

@@ -128,6 +128,8 @@ def test_a_script_gives_the_same_loss_before_and_after_the_change(name, run_pyth
         assert done.returncode == 0, done.output
         losses.append(float(re.findall(r"loss (\d\.\d{6})\s*$", done.stdout, re.M)[-1]))
 
+    if name == "keras":
+        assert losses.pop() < 0.5  # on TensorFlow, whose random generator gives other initial weights
     assert losses == pytest.approx([losses[0]] * len(losses), abs=2e-6) and losses[-1] < 2
 
 
