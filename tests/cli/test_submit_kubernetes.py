@@ -602,7 +602,6 @@ def test_a_rayjob_of_two_nodes_joins_its_cluster(
     asked = []
     monkeypatch.setattr(starting, "check_address", asked.append)
     monkeypatch.setattr(starting, "ask", lambda address, patience_s: nodes)
-    there_dir = home / "runs"  # where the volume is mounted
     (home / "runs/digits-1").mkdir(parents=True)  # as the head's init container does
     words = [word.replace("/runs/", f"{home}/runs/") for word in command[3:]]
     assert run([*words, "--dry-run"]) == 0
