@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
