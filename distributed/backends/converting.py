@@ -41,13 +41,13 @@ class Foreign:
 
     @property
     def runs_code(self) -> bool:
-        """Whether this format cannot be read without unpickling objects of any class."""
+        """Return whether this format cannot be read without unpickling objects of any class."""
         return self.format in ("DCP", "DeepSpeed")
 
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """What was written.
+    """Facts about a file that was written.
 
     Attributes:
         format: see `Foreign`.

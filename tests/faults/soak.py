@@ -276,7 +276,7 @@ def faults_of(kind: Kind) -> dict[str, Callable[[Run], None]]:
 
 @dataclasses.dataclass
 class Outcome:
-    """What a run under faults has shown.
+    """Results of a run under faults.
 
     Attributes:
         recovered_s: fault -> seconds until a step that had not been reached before, for each time.
