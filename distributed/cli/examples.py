@@ -88,6 +88,10 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
         "distributed checkpoint export runs/first model.safetensors",
         "distributed checkpoint export runs/first model.safetensors --force",
     ),
+    "checkpoint convert": (
+        "distributed checkpoint convert model.ckpt model.safetensors",
+        "distributed checkpoint convert global_step10 model.safetensors --trust",
+    ),
     "mlflow-sync": ("distributed mlflow-sync runs/first",),
     "doctor": (
         "distributed doctor",
