@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from tests.docs.test_pages import short_words_of
-
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = [
@@ -30,7 +28,9 @@ COMMANDS = [
 RUN = (" doctor", " report ", " checkpoint ", " backends")
 COMPARED = [lines for lines in COMMANDS if any(" parity " in line for line in lines)]
 EXECUTED = [lines for lines in COMMANDS if any(verb in line for line in lines for verb in RUN)]
-SHORTENED = [line for lines in COMMANDS if lines not in [*EXECUTED, *COMPARED] for line in lines]  # to two updates
+UNDERSTOOD = [
+    line for lines in COMMANDS if lines not in [*EXECUTED, *COMPARED] for line in lines
+]  # their runs take minutes
 
 
 def test_the_readme_is_short():
@@ -38,7 +38,7 @@ def test_the_readme_is_short():
 
 
 def test_all_three_ways_have_a_sample():
-    assert len(SHORTENED) >= 1
+    assert len(UNDERSTOOD) >= 1
     assert len(SCRIPTS) >= 1
     assert len(CELLS) >= 1
 
@@ -68,11 +68,12 @@ def test_notebook_sample_runs(code, tmp_path, monkeypatch):
     assert errors == []
 
 
-@pytest.mark.parametrize("command", SHORTENED)
-def test_command_line_sample_trains(command, run_python, tmp_path):
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+@pytest.mark.parametrize("command", UNDERSTOOD)
+def test_command_line_sample_is_understood(command, run_cli, tmp_path):
+    _, _, _, *arguments = shlex.split(command)
+    arguments.insert(1, "--dry-run")
 
-    done = run_python(short_words_of(command), cwd=tmp_path)
+    done = run_cli(arguments, cwd=ROOT)
 
     assert done.returncode == 0, done.output
     assert "global_batch_size" in done.stdout
