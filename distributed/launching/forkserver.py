@@ -15,7 +15,6 @@ import json
 import os
 import pkgutil
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -36,7 +35,7 @@ from distributed.launching.variables import crowding, set_missing, set_thread_va
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.runs.remote import push_at_end, upload_rest
-from distributed.runs.temporary import MEMORY, memory_of, remove_leftovers
+from distributed.runs.temporary import MEMORY, memory_of, release, remove_leftovers
 
 _AGENT_GRACE_S = 10.0  # time for the agent to print and exit once every worker has ended
 _JOINING_GRACE_S = 1.0  # for the agent if no worker has been started
@@ -57,7 +56,7 @@ def launch(request: LaunchRequest) -> int:
         code: int = importlib.import_module(request.launcher).serve(request)
     finally:
         if run is not None:
-            shutil.rmtree(memory_of(run.path), ignore_errors=True)
+            release(memory_of(run.path))  # a launch that was refused does not own the snapshots of the one that runs
     return code if run is None else _copied(run, code, begin)
 
 

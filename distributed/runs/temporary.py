@@ -45,6 +45,18 @@ def claim(path: Path, owner: int | None = None) -> Path:
     return path
 
 
+def release(path: Path) -> None:
+    """Remove a directory that `claim` made for this process. Do nothing if another process owns it, or if there is none."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            is_own = _owner(fd).rpartition(" ")[0] == _identity(os.getpid())
+        finally:
+            os.close(fd)
+        if is_own:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def memory_of(run_dir: str | os.PathLike[str]) -> Path:
     """Return the directory, in the memory of this machine, for the snapshots of the launch that has locked `run_dir`."""
     name = hashlib.sha256(os.fsencode(os.path.abspath(run_dir))).hexdigest()[:16]

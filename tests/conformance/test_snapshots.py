@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from distributed.runs.temporary import memory_of
+from distributed.runs.temporary import claim, memory_of, release
 from tests.conftest import Finished, Started, poll
 
 SCRIPT = """
@@ -126,3 +126,11 @@ def test_too_little_memory_is_a_warning(run_cli: Callable[..., Finished], tmp_pa
     assert done.returncode == 0, done.output
     assert done.output.count("No space left on device") == 1
     assert "snapshot_every_n_steps: no more snapshots are taken in this attempt" in done.output
+
+
+def test_only_the_owner_removes_a_directory_in_memory(tmp_path: Path) -> None:
+    """A second launch on a run directory in use is refused, and leaves the snapshots of the first one."""
+    own, other = claim(tmp_path / "distributed-own"), claim(tmp_path / "distributed-other", os.getppid())
+    for path in (own, other, tmp_path / "distributed-none"):
+        release(path)
+    assert not own.exists() and other.exists()
