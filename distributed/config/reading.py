@@ -81,25 +81,33 @@ def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | Non
         OSError: the file cannot be opened.
         LimitError: the file is not a regular one, or is larger than `most`.
     """
-    most_bytes, groups = most
+    most_bytes, most_groups = most
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         left = (size if end is None else min(end, size)) - begin
         if left > most_bytes:
             raise LimitError(f"has {left} bytes, {most_bytes} are allowed")
         file.seek(begin)
+        if sum(map(num_groups, _chunks(file, left))) > most_groups:
+            raise LimitError(f"has more than {most_groups} lists and objects")
+        file.seek(begin)
         while left > 0 and (line := file.readline(left)):
             left -= len(line)
-            num_here = num_groups(line)
-            groups -= num_here
-            if groups < 0:
-                raise LimitError(f"has more than {most[1]} lists and objects")
             try:
-                value = _parsed(line.decode(errors="replace"), num_here) if len(line) <= MAX_LINE_BYTES else None
+                value = (
+                    _parsed(line.decode(errors="replace"), num_groups(line)) if len(line) <= MAX_LINE_BYTES else None
+                )
             except ValueError:
                 continue
             if value is not None:
                 yield value
+
+
+def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a file, or those that it has."""
+    while size > 0 and (chunk := file.read(min(size, 1 << 20))):
+        size -= len(chunk)
+        yield chunk
 
 
 def _parsed(text: str, groups: int) -> Any:

@@ -370,7 +370,7 @@ def test_force_never_deletes_a_directory_that_is_no_export(tmp_path, monkeypatch
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter.txt").write_text("one")
     for path in ("thesis", "."):
-        with pytest.raises(ConfigError, match="is a directory with other files than an export has"):
+        with pytest.raises(ConfigError, match="is a directory with files that no export writes"):
             check_format("huggingface", Path(path), force=True)
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")

@@ -137,7 +137,7 @@ def test_a_model_with_a_generate_of_its_own_needs_no_config() -> None:
 
 
 def test_a_model_without_generate_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"needs a model with generate\(\), which Linear has not"):
+    with pytest.raises(ConfigError, match=r"needs a model with generate\(\), but Linear has none"):
         Trainer(torch.nn.Linear(2, 2), device="cpu", predict_with_generate=True).fit(
             torch.utils.data.TensorDataset(torch.ones(4, 2), torch.ones(4, 2))
         )

@@ -191,7 +191,7 @@ def started(callback: Callback, **settings: Any) -> None:
         (lambda: SampleText("once", generate=print), r"SampleText\(prompts='once'\) needs a list of texts"),
         (
             lambda: SampleText(["a"], tokenizer=print, num_return_sequences=2),
-            "num_return_sequences=2 of SampleText makes 2 texts of a prompt, and one is logged: drop it",
+            "num_return_sequences=2 of SampleText generates 2 texts per prompt, but only one is logged: drop it",
         ),
         (lambda: SampleText(["once"]), "SampleText needs a tokenizer, .* or generate=function"),
         (lambda: SampleText(["once"], generate=print, max_new_tokens=3), "max_new_tokens: arguments of the model's generate"),

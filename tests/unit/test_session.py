@@ -102,7 +102,7 @@ def test_a_search_comes_before_the_fit_below_its_run_and_shows_nothing(tmp_path)
     runner.fit(DATA)
     (run,) = (tmp_path / "runs").iterdir()
     assert sorted(results(tmp_path)) == sorted([run.name, "learning-rate", "learning-rate-2"])
-    with pytest.raises(ConfigError, match="this trainer has used it already: call it before fit"):
+    with pytest.raises(ConfigError, match="this trainer has used its model already: call it before fit"):
         runner.find_learning_rate(DATA)
 
 
