@@ -9,7 +9,7 @@ from typing import Any
 
 from distributed.config.merging import MergedConfig
 from distributed.config.settings import OPTIMIZERS, SCHEDULES
-from distributed.errors import ConfigError
+from distributed.errors import ConfigError, nearest
 from distributed.state import Job
 
 _OF_OPTIMIZER = ("weight_decay", "betas", "momentum", "layer_rates")
@@ -43,6 +43,16 @@ class NamedOptimizer:
         """Return the factor of the learning rate of the parameter with this name."""
         starts = [start for start in self.layer_rates if parameter == start or parameter.startswith(f"{start}.")]
         return self.layer_rates[max(starts, key=len)] if starts else 1.0
+
+    def check_starts(self, names: Sequence[str]) -> None:
+        """Raise ConfigError if an entry of `layer_rates` applies to none of the trainable parameters `names`."""
+        starts = {".".join(name.split(".")[:length]) for name in names for length in range(1, name.count(".") + 2)}
+        for start in self.layer_rates:
+            if start not in starts:
+                raise ConfigError(
+                    f"layer_rates names {start!r}, but no trainable parameter begins with it{nearest(start, sorted(starts))}:"
+                    f" name a part of the model, such as {sorted(starts)[0]!r}"
+                )
 
     def decay_of(self, num_dimensions: int) -> float:
         """Return the decay of a parameter with this number of dimensions."""

@@ -171,6 +171,7 @@ class ForkAgent(SimpleElasticAgent):
             "op": "fork", "local_rank": worker.local_rank, "local_world_size": len(group.workers), "restart_count": attempt,
             "environ": self._environ(worker, group, attempt), "store": self._store_file(attempt),
             "run_dir": self._request.run_dir, "resume": self._request.resume, "node_rank": self._request.node_rank,
+            "temporary": str(self._directory),
         }  # fmt: skip
         socket.send_fds(self._channel, [json.dumps(command).encode()], [write for _, write in pipes])
         for _, write in pipes:

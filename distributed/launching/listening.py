@@ -71,7 +71,8 @@ def loopback_interface() -> str | None:
 def loopback_environ() -> dict[str, str]:
     """Return the variables that make the workers of one node communicate over loopback, unless the user has set them.
 
-    Without these variables, torch's gloo (2.13) listens at the address that the host name resolves to.
+    Workaround (torch 2.13, pytorch/pytorch#8664; may go when gloo chooses its address by the route to the other ranks): without
+    these variables, gloo listens at the address that the host name resolves to.
     """
     name = loopback_interface()
     return {"GLOO_SOCKET_IFNAME": name} if name and "GLOO_SOCKET_IFNAME" not in os.environ else {}

@@ -1,7 +1,8 @@
 """Addresses of the nodes of a run: where the workers of each node listen for those of the other nodes.
 
-Torch's gloo (2.13) listens at the address that the host name resolves to. On Debian this is a loopback address (127.0.1.1 in
-/etc/hosts), which no other machine can reach.
+Workaround (torch 2.13, pytorch/pytorch#8664; may go when gloo chooses its address by the route to the other ranks): gloo listens at
+the address that the host name resolves to. On Debian this is a loopback address (127.0.1.1 in /etc/hosts), which no other machine can
+reach.
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ from distributed.loggers.registry import environ_of_run
 from distributed.runs.processes import REGROUP_SIGNAL, flush_c_streams, keep_interrupts
 from distributed.state import OnEvent
 
+_LONGEST_DIRECTORY = 80  # bytes, such that the path of a socket below it has at most 107 (unix(7))
+
 
 def run_worker(request: LaunchRequest, command: dict[str, Any], fds: list[int]) -> int:
     """Run a forked worker.
@@ -55,6 +57,7 @@ def run_worker(request: LaunchRequest, command: dict[str, Any], fds: list[int]) 
     set_missing(request.environ)
     set_missing(environ_of_run(Path(request.run_dir)))
     use_store(command.get("store"))
+    _keep_sockets_in(command["temporary"])
     set_forked_worker(request, command["restart_count"], fds[2])
     _seed(request.overrides)
     rank = int(command["environ"]["RANK"])
@@ -98,6 +101,18 @@ def run_here(handover: Handover, request: LaunchRequest, environment: WorkerEnvi
         if environment.world_size > 1 and not _is_shared():
             on_event({"kind": "warning", "text": ways_out(request.script, environment.world_size)})
     return code
+
+
+def _keep_sockets_in(directory: str) -> None:
+    """Let `multiprocessing` keep its sockets, such as those of loader processes, in a directory that the launcher removes.
+
+    Workaround (Python 3.11, no upstream issue known; may go when `multiprocessing` has a setting for it): its own temporary
+    directory stays behind if a worker is killed.
+    """
+    import multiprocessing
+
+    if len(os.fsencode(directory)) < _LONGEST_DIRECTORY:
+        multiprocessing.current_process()._config.setdefault("tempdir", directory)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager

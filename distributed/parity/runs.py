@@ -15,9 +15,11 @@ from distributed.backends import groups_in_use
 from distributed.checkpoints.manifest import list_checkpoints, resolve
 from distributed.checkpoints.shards import AVERAGED, StoredTensor, read_tensors
 from distributed.config.plan import BatchPlan
+from distributed.config.reading import parse_yaml
 from distributed.config.settings import GROUPS, DistributedConfig
 from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError, TrainingError
 from distributed.launching.subprocess_launch import run_command
+from distributed.runs.directory import RunDirectory
 
 if TYPE_CHECKING:
     import numpy
@@ -153,8 +155,8 @@ def read_run(directory: Path) -> Trained:
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     batch = _batch(directory)
     rates = [row["samples_per_second"] for row in rows if row["split"] == "train" and row.get("samples_per_second")]
-    started = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
-    dependent = next((event.get("batch_dependent", ()) for event in started if event["event"] == "started"), ())
+    events = RunDirectory(directory).read_events()
+    dependent = next((event.get("batch_dependent", ()) for event in events if event["event"] == "started"), ())
     return Trained(
         weights=weights_of(resolve(directory)),
         losses={
@@ -176,9 +178,7 @@ def _number(value: float | None) -> float:
 
 
 def _batch(directory: Path) -> BatchPlan:
-    import yaml
-
-    config = yaml.safe_load((directory / "config.yaml").read_text())
+    config = parse_yaml((directory / "config.yaml").read_bytes())
     size, steps, total = (config[n] for n in ("batch_size", "gradient_accumulation_steps", "global_batch_size"))
     world = json.loads((directory / "result.json").read_text())["world_size"]
     return BatchPlan(size, steps, world, total or size * steps * world)

@@ -15,6 +15,7 @@ from distributed.backends.capabilities import Capabilities, capabilities_of
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
+from distributed.config.reading import parse_yaml
 from distributed.config.registry import BackendEntry, backend_entry, default_backend
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError
@@ -134,16 +135,14 @@ def _model_of(entry: BackendEntry) -> str:
 
 
 def _setting(backend: str, text: str) -> tuple[str, Any]:
-    import yaml
-
     name, equals, value = (part.strip() for part in text.partition("="))
     if not equals:
         raise ConfigError(f"{text!r} has no SETTING=VALUE form: write {backend}[SETTING=VALUE]:1,2,3")
     if name in backend_class(backend).Options.__dataclass_fields__:
         name = f"{backend_entry(backend).group}.{name}"
     try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError:
+        return name, parse_yaml(value.encode())
+    except ValueError:
         raise ConfigError(f"{name}={value!r} is not YAML: write a number, a word, true or false") from None
 
 

@@ -213,7 +213,11 @@ class DistributedTuner:
 
     @property
     def results(self) -> Any:
-        """One row per trial, the best first: a pandas DataFrame, or a list of dicts if pandas is not installed."""
+        """One row per trial, the best first: a pandas DataFrame, or a list of dicts if pandas is not installed.
+
+        Raises:
+            ConfigError: the sweep has not run.
+        """
         sweep = self._done()
         rows = [_row(sweep, record) for record in sorted(sweep.records.values(), key=sweep.score)]
         try:
@@ -224,13 +228,21 @@ class DistributedTuner:
 
     @property
     def best_params(self) -> dict[str, Any]:
-        """Values of the best trial."""
+        """Values of the best trial.
+
+        Raises:
+            ConfigError: the sweep has not run, or no trial reported a finite value of the metric.
+        """
         sweep = self._done()
         return dict(self._best().best_config(sweep.metric, sweep.mode))
 
     @property
     def best_checkpoint(self) -> Path:
-        """Checkpoint of the best row of the best trial, or its newest one if that was not kept."""
+        """Checkpoint of the best row of the best trial, or its newest one if that was not kept.
+
+        Raises:
+            ConfigError: the sweep has not run, no trial reported a finite value of the metric, or the best one saved no checkpoint.
+        """
         sweep, best = self._done(), self._best()
         row = best.best_row(self.metric, self.mode) or {}
         found = checkpoint_of(sweep.trial_dir(best.number), row.get("step"))

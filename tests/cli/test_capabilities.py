@@ -63,7 +63,7 @@ CONDITIONS |= {
     for key in (
         "mixed_precision=fp16", "activation_checkpointing", "checkpoint_trainable_only", "compile", "scheduler_interval=epoch",
         "scaler_init_scale", "scaler_growth_interval", "data.presharded", "data.shard_streams", "data.remove_unused_columns",
-        "optimizer=muon", "layer_rates",
+        "optimizer=muon",
     )
 }  # fmt: skip
 

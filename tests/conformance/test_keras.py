@@ -232,9 +232,7 @@ def test_what_the_step_would_leave_out_or_contradict_is_refused(start, tmp_path)
         "epochs of a schedule": "counts updates",
         "sum": "use SparseCategoricalCrossentropy(), which averages",
         "muon": "optimizer='muon' does not work with Keras models: choose adamw, or pass keras.optimizers.Muon(...)",
-        "layer rates": "layer_rates does not work with Keras models, whose optimizers have one rate: drop it",
-        "decay of adam": "weight_decay=0.1 with optimizer='adam' is a part of the gradient in torch, and not in Keras: choose adamw",
-        "decay of sgd": "weight_decay=0.1 with optimizer='sgd' is a part of the gradient in torch, and not in Keras: choose adamw",
+        "layer rates": "layer_rates names 'nosuch', but no trainable parameter begins with it",
         "recomputing": "keras.RematScope()",
         "fsdp": "does not take Keras models: fully_shard replaces the parameters",
         "deepspeed": "does not take Keras models: its engine replaces the parameters",
@@ -264,7 +262,20 @@ def named(request, run_cli_once, tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ["adam", "adam-betas", "adafactor", "adamw"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "adam",
+        "adam-betas",
+        "adafactor",
+        "adamw",
+        "adam-decay",
+        "sgd-decay",
+        "sgd-rates",
+        "adamw-rates",
+        "adafactor-rates",
+    ],
+)
 def test_a_named_optimizer_makes_the_updates_of_the_one_of_keras(named, case):
     found, by_hand = named[0][case]
     assert len(found) == 6 * 8 + 8 + 2 * 8 + 8 + 1 and found == pytest.approx(by_hand, abs=1e-6)

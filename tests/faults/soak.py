@@ -161,7 +161,7 @@ class Run:
             found += [
                 f"temporary file {path.name}"
                 for path in (home / "tmp").iterdir()
-                if not path.name.startswith(_OF_LIBRARIES)
+                if not path.name.startswith(_OF_TORCH)
             ]
             found += [
                 f"file {path.name}" for path in (home / "run").glob("checkpoints/*") if not path.name.startswith(_KEPT)
@@ -178,9 +178,7 @@ class Run:
         self.machines.close()
 
 
-# Python's multiprocessing (3.11) removes its directory for the sockets of loader processes at exit, so a killed rank leaves it.
-# torch (2.13) makes one cache per user when it first loads its compiler, and keeps it.
-_OF_LIBRARIES = ("pymp-", "torchinductor_")
+_OF_TORCH = "torchinductor_"  # torch (2.13) makes one cache per user when it first loads its compiler, and keeps it
 _KEPT = ("step-", "damaged-", "best", "latest")
 
 # --------------------------------------------------------------------- faults

@@ -269,6 +269,23 @@ def test_an_optimizer_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     ]
 
 
+def test_tensors_that_the_optimizer_has_are_filled_in_place(tmp_path: Path) -> None:
+    model = small(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    _train(model, optimizer, None, 0, 2)
+    content = tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
+    first, second, *_ = model.parameters()
+    before = {slot: optimizer.state[first][slot] for slot in ("exp_avg", "exp_avg_sq")}
+    saved = {slot: value.clone() for slot, value in before.items()}
+    optimizer.state[second]["exp_avg"] = shared = optimizer.state[second]["exp_avg_sq"]
+    _train(model, optimizer, None, 2, 1)
+    tensors.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
+    for slot, value in before.items():
+        assert optimizer.state[first][slot] is value and torch.equal(value, saved[slot])
+    loaded = optimizer.state[second]
+    assert loaded["exp_avg"] is not shared and not torch.equal(loaded["exp_avg"], loaded["exp_avg_sq"])
+
+
 def test_optimizer_tensors_are_named_after_their_parameters(tmp_path: Path) -> None:
     model = small(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

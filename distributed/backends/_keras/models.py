@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from distributed.backends._keras.named_optimizers import named_optimizer
+from distributed.backends._keras.names import model_variables
 from distributed.config.optimization import NamedOptimizer
 from distributed.errors import ConfigError
 from distributed.metrics.of_keras import keras_classes
@@ -104,7 +106,10 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     if optimizer_or_factory is None:
         optimizer = getattr(model, "optimizer", None)
     elif isinstance(optimizer_or_factory, NamedOptimizer):
-        optimizer = _named_optimizer(optimizer_or_factory, variables, notice)
+        names = {id(variable): name for name, variable in model_variables(model).items()}
+        # the name of the model is left out, because Keras generates it
+        named = {names[id(each)].removeprefix(f"{model.name}/").replace("/", "."): each for each in variables}
+        optimizer = named_optimizer(optimizer_or_factory, named, notice)
     elif not is_optimizer(optimizer_or_factory) and callable(optimizer_or_factory):
         optimizer = _made(optimizer_or_factory, variables, "optimizer", _FIX)
     if optimizer is None:
@@ -119,44 +124,6 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
             "the optimizer was built for other variables than this model's: pass a new one, or a factory,"
             " optimizer=lambda variables: keras.optimizers.Adam(1e-3)"
         )
-    return optimizer
-
-
-def _named_optimizer(wanted: NamedOptimizer, variables: Sequence[Any], notice: Callable[[str], None]) -> Any:
-    """Return the Keras optimizer that settings name. Raises ConfigError for what Keras cannot do."""
-    import keras
-
-    name, decay = wanted.name, wanted.weight_decay
-    if name == "muon":
-        raise ConfigError(
-            "optimizer='muon' does not work with Keras models: choose adamw, or pass keras.optimizers.Muon(...)"
-        )
-    if wanted.layer_rates:
-        raise ConfigError("layer_rates does not work with Keras models, whose optimizers have one rate: drop it")
-    if decay and name in ("adam", "sgd"):
-        raise ConfigError(
-            f"weight_decay={decay:g} with optimizer={name!r} is a part of the gradient in torch, and not in Keras: choose adamw"
-        )
-    arguments: dict[str, Any] = {"learning_rate": wanted.learning_rate}
-    if name in ("adamw", "adam"):
-        arguments["epsilon"] = 1e-8  # as in torch
-        if wanted.betas is not None:
-            arguments["beta_1"], arguments["beta_2"] = wanted.betas
-    if name == "sgd" and wanted.momentum is not None:
-        arguments["momentum"] = wanted.momentum
-    if name == "adafactor":
-        arguments["relative_step"] = False  # the rate is learning_rate, and not computed from the number of updates
-    if decay:
-        arguments["weight_decay"] = decay
-    kinds = keras.optimizers
-    optimizer = {"adamw": kinds.AdamW, "adam": kinds.Adam, "sgd": kinds.SGD, "adafactor": kinds.Adafactor}[name](
-        **arguments
-    )
-    if decay:
-        kept = [variable for variable in variables if not wanted.decay_of(len(variable.shape))]
-        optimizer.exclude_from_weight_decay(var_list=kept)
-    if text := wanted.told_decay([len(variable.shape) for variable in variables]):
-        notice(text)
     return optimizer
 
 

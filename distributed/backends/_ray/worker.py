@@ -107,14 +107,16 @@ def work(
         if start["restart"]:
             raise Restart(f"rank {rank} starts again")
         return
-    process, board = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS])
-    verdict = _Commands(process)
-    threads = [threading.Thread(target=verdict.listen, args=(commands,), daemon=True)]
-    if on_epoch is not None:
-        threads.append(threading.Thread(target=verdict.pass_on, args=(on_epoch,), daemon=True))
-    for thread in threads:
-        thread.start()
-    status, progress = process.wait(), board.progress(0)
+    with temporary_directory() as temporary:
+        start["temporary"] = str(temporary)
+        process, board = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS])
+        verdict = _Commands(process)
+        threads = [threading.Thread(target=verdict.listen, args=(commands,), daemon=True)]
+        if on_epoch is not None:
+            threads.append(threading.Thread(target=verdict.pass_on, args=(on_epoch,), daemon=True))
+        for thread in threads:
+            thread.start()
+        status, progress = process.wait(), board.progress(0)
     _report_end(launcher, status, (progress.fit, progress.step))
     for thread in threads:
         thread.join()

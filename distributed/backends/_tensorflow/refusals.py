@@ -13,7 +13,6 @@ REFUSES: Refusals = {
     "checkpoint_trainable_only": "checkpoints of Keras models have all weights: drop it",
     "compile": "the step is a TensorFlow graph already: drop it",
     "optimizer=muon": "it is not in this version for Keras models: set optimizer='adamw', or pass keras.optimizers.Muon(...)",
-    "layer_rates": "a Keras optimizer has one rate: drop it",
     "scheduler_interval=epoch": "a Keras LearningRateSchedule counts updates: give its lengths in updates",
     "scaler_init_scale": "there is no loss scaling: drop it",
     "scaler_growth_interval": "there is no loss scaling: drop it",

@@ -292,7 +292,8 @@ def quieten() -> None:
 
     absl.logging.set_verbosity(absl.logging.ERROR)
     tf.get_logger().setLevel("ERROR")
-    # Keras 3.15 shows this warning for a compiled model that was pickled before its optimizer made an update.
+    # Workaround (Keras 3.15, no upstream issue known; may go when Keras does not warn about such a model): Keras shows this warning
+    # for a compiled model that was pickled before its optimizer made an update.
     warnings.filterwarnings("ignore", "Skipping variable loading for optimizer", UserWarning)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from distributed.config.optimization import NamedOptimizer, RateCurve
-from distributed.errors import ConfigError, nearest
+from distributed.errors import ConfigError
 
 Notice = Callable[[str], None]
 _NAMED = "named_by_settings"  # attribute of an optimizer that settings name
@@ -28,7 +28,7 @@ def build(wanted: NamedOptimizer, model: torch.nn.Module, notice: Notice) -> tor
 
 def _built(wanted: NamedOptimizer, model: torch.nn.Module, notice: Notice) -> torch.optim.Optimizer:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    _check_starts(wanted, [name for name, _ in named])
+    wanted.check_starts([name for name, _ in named])
     if wanted.name == "muon":
         return _muon(wanted, model, named, notice)
     arguments: dict[str, Any] = {"lr": wanted.learning_rate}
@@ -65,16 +65,6 @@ def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]],
             group[name] = value
     for text in told.values():
         notice(text)
-
-
-def _check_starts(wanted: NamedOptimizer, names: list[str]) -> None:
-    starts = {".".join(name.split(".")[:length]) for name in names for length in range(1, name.count(".") + 2)}
-    for start in wanted.layer_rates:
-        if start not in starts:
-            raise ConfigError(
-                f"layer_rates names {start!r}, but no trainable parameter begins with it{nearest(start, sorted(starts))}:"
-                f" name a part of the model, such as {sorted(starts)[0]!r}"
-            )
 
 
 def _groups(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import types
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -205,7 +206,8 @@ def load_optimizer(
     """Restore what `save_optimizer` wrote, so that the next update is bit for bit the same. Not a collective.
 
     `content` is what `save_optimizer` returned. Options that select how updates are computed (foreach, fused,
-    capturable) do not change. Raises CheckpointError if the optimizer, its groups or a shape differ.
+    capturable) do not change. Tensors that the optimizer has already are filled in place: new memory would cost more time than
+    reading. Raises CheckpointError if the optimizer, its groups or a shape differ.
     """
     _check_kinds(content)
     if content["class"] != type(optimizer).__name__:
@@ -219,6 +221,7 @@ def load_optimizer(
         _restore_options(group, decode_state(saved["options"]))
     stored, _ = read_tensors(directory / OPTIMIZER)
     own_dtype = frozenset(content["own_dtype"])
+    before = _slots(optimizer)
     optimizer.state.clear()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -232,7 +235,8 @@ def load_optimizer(
             raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")
         parameter, group = by_name[name]
         value = sharding.read(tensor, parameter if tensor.shape == tuple(parameter.shape) else None)
-        optimizer.state[parameter][slot] = _placed(value, parameter, group, slot, key in own_dtype)
+        own = before.get((id(parameter), slot))
+        optimizer.state[parameter][slot] = _placed(value, own, parameter, group, slot, key in own_dtype)
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
@@ -382,15 +386,20 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _placed(
-    tensor: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any], slot: str, keep_dtype: bool
+    tensor: torch.Tensor, own: Any, parameter: torch.Tensor, group: Mapping[str, Any], slot: str, keep_dtype: bool
 ) -> torch.Tensor:
-    """Return a slot's tensor as torch's `Optimizer.load_state_dict` would place it, but without losing precision."""
+    """Return a slot's tensor as torch's `Optimizer.load_state_dict` would place it, but without losing precision.
+
+    It is the optimizer's `own` one with the values of `tensor`, if that has the form of a new one.
+    """
     if slot == "step":
         on_device = group.get("capturable") or group.get("fused")
         return tensor.to(parameter.device if on_device else tensor.device, copy=True)
     follows = tensor.is_floating_point() and parameter.is_floating_point() and not keep_dtype
     dtype = parameter.dtype if follows else tensor.dtype
     if tensor.shape == parameter.shape:  # with the parameter's strides, as fused and foreach updates prefer
+        if _is_like(own, parameter, dtype):
+            return own.copy_(tensor)  # type: ignore[no-any-return]
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)
     return tensor.to(device=parameter.device, dtype=dtype, copy=True)
 
@@ -400,3 +409,28 @@ def _without_functions(state: Any) -> Any:
         kept = {key: value for key, value in state.items() if not isinstance(value, types.FunctionType)}
         return {key: _without_functions(value) for key, value in kept.items()}
     return [_without_functions(item) for item in state] if type(state) is list else state
+
+
+def _slots(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tensor]:
+    """Return the tensors of the optimizer by (id of the parameter, slot), without those that share memory with another."""
+    slots = {
+        (id(parameter), slot): value
+        for parameter, values in optimizer.state.items()
+        if isinstance(values, Mapping)
+        for slot, value in values.items()
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
+    }
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    users = Counter(sharding.local(tensor.detach()).data_ptr() for tensor in [*slots.values(), *parameters])
+    return {key: value for key, value in slots.items() if users[sharding.local(value.detach()).data_ptr()] == 1}
+
+
+def _is_like(own: torch.Tensor | None, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether `own` is what `torch.empty_like(parameter, dtype=dtype)` would return."""
+    return (
+        own is not None
+        and not own.requires_grad
+        and sharding.is_sharded(own) == sharding.is_sharded(parameter)
+        and sharding.box(own) == sharding.box(parameter)
+        and (own.stride(), own.dtype, own.device) == (parameter.stride(), dtype, parameter.device)
+    )

@@ -16,12 +16,20 @@ X = draw.normal(size=(UPDATES * GLOBAL, 6)).astype("float32")
 Y = X.sum(1, keepdims=True)
 loss_fn = keras.losses.MeanSquaredError()
 kinds = keras.optimizers
-HAND = {
-    "adam": ({}, lambda: kinds.Adam(RATE, epsilon=1e-8)),
-    "adam-betas": ({"betas": (0.8, 0.9)}, lambda: kinds.Adam(RATE, beta_1=0.8, beta_2=0.9, epsilon=1e-8)),
-    "adafactor": ({}, lambda: kinds.Adafactor(RATE, relative_step=False)),
-    "adamw": ({"weight_decay": 0.3}, lambda: kinds.AdamW(RATE, weight_decay=0.3, epsilon=1e-8)),
+RATES = {"norm": 0.1, "head.bias": 3.0}
+MAKERS = {
+    "adam": lambda rate: kinds.Adam(rate, epsilon=1e-8),
+    "adam-betas": lambda rate: kinds.Adam(rate, beta_1=0.8, beta_2=0.9, epsilon=1e-8),
+    "adafactor": lambda rate: kinds.Adafactor(rate, relative_step=False),
+    "adamw": lambda rate: kinds.AdamW(rate, weight_decay=0.3, epsilon=1e-8),
+    "adamw-rates": lambda rate: kinds.AdamW(rate, weight_decay=0.15, epsilon=1e-8),
+    "sgd": lambda rate: kinds.SGD(rate),
 }
+CASES = {
+    "adam": {}, "adam-betas": {"betas": (0.8, 0.9)}, "adafactor": {}, "adamw": {"weight_decay": 0.3},
+    "adam-decay": {"weight_decay": 0.2}, "sgd-decay": {"weight_decay": 0.2}, "sgd-rates": {"layer_rates": RATES},
+    "adamw-rates": {"weight_decay": 0.15, "layer_rates": RATES}, "adafactor-rates": {"layer_rates": RATES},
+}  # fmt: skip
 
 
 def net():
@@ -60,25 +68,45 @@ def gradients_of(model, x, y):
     return tape.gradient(loss, model.trainable_variables)
 
 
-def by_hand(optimizer):
+def factor_of(variable, rates):
+    return next((factor for start, factor in rates.items() if start in variable.path.replace("/", ".")), 1.0)
+
+
+def by_hand(make, decay, rates):
+    """Train with one optimizer of Keras for each rate. `decay` is added to the gradients of matrices."""
     model = net()
-    optimizer.build(model.trainable_variables)
-    if optimizer.weight_decay:
-        optimizer.exclude_from_weight_decay(
-            var_list=[each for each in model.trainable_variables if len(each.shape) < 2]
-        )
+    variables = model.trainable_variables
+    groups = {}
+    for index, variable in enumerate(variables):
+        groups.setdefault(factor_of(variable, rates), []).append(index)
+    optimizers = {factor: make(RATE * factor) for factor in groups}
+    for factor, indices in groups.items():
+        optimizers[factor].build([variables[index] for index in indices])
+        kept = [variables[index] for index in indices if len(variables[index].shape) < 2]
+        if len(kept) == len(indices):
+            optimizers[factor].weight_decay = None
+        elif optimizers[factor].weight_decay:
+            optimizers[factor].exclude_from_weight_decay(var_list=kept)
     for start in range(0, len(X), GLOBAL):
         x, y = (keras.ops.convert_to_tensor(each[start : start + GLOBAL]) for each in (X, Y))
-        optimizer.apply(gradients_of(model, x, y), model.trainable_variables)
+        gradients = [
+            gradient + decay * variable.value if len(variable.shape) > 1 else gradient
+            for gradient, variable in zip(gradients_of(model, x, y), variables, strict=True)
+        ]
+        for factor, indices in groups.items():
+            optimizers[factor].apply([gradients[index] for index in indices], [variables[index] for index in indices])
     return flat(model)
 
 
 def main():
     found = {}
-    for case, (settings, make) in HAND.items():
+    for case, settings in CASES.items():
         print(f"--- {case}", flush=True)
         callbacks = [ModelSummary()] if case == "adam" else []
-        found[case] = [by_settings(case.partition("-")[0], callbacks, **settings), by_hand(make())]
+        name = case.partition("-")[0]
+        decay = settings["weight_decay"] if case.endswith("-decay") else 0.0
+        make = MAKERS.get(case, MAKERS[name])
+        found[case] = [by_settings(name, callbacks, **settings), by_hand(make, decay, settings.get("layer_rates", {}))]
     Path(sys.argv[1], "weights.json").write_text(json.dumps(found))
 
 
