@@ -9,18 +9,25 @@ import io
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import typer.main
 
+from distributed.backends.exporting import FORMATS
 from distributed.cli import __main__ as entry
 from distributed.cli.__main__ import VERBS, run
 from distributed.cli.examples import EXAMPLES
 from distributed.cli.submit import SCHEDULERS
-from distributed.cli.train import make_parser, read_flags, train_parser
+from distributed.cli.train import ALIAS_SWITCHES, ALIASES, make_parser, read_flags, read_overrides, train_parser
 from distributed.cli.tune import _parser as tune_parser
 from distributed.cli.typer_help import Command
+from distributed.config.flags import SETTINGS
+from distributed.config.registry import REGISTRY
+from distributed.config.settings import DistributedConfig
+from distributed.tuning.plan import SCHEDULERS as TRIAL_SCHEDULERS
+from distributed.tuning.proposals import SEARCHES
 
 OWN = ("train", "tune", "submit")  # these parse their flags with argparse
 
@@ -81,7 +88,7 @@ def test_an_example_parses(words, line):
 
 
 def parse(verb: str, arguments: list[str]) -> None:
-    """Parse a command line as its command does. Raises for an unknown flag or a missing argument."""
+    """Parse a command line as its command does. Raises for an unknown flag, a missing argument or a value that is refused."""
     if verb == "submit" and arguments[0] in ("status", "logs", "stop"):
         assert len(arguments) == 2
     elif verb in OWN:
@@ -93,12 +100,27 @@ def parse(verb: str, arguments: list[str]) -> None:
             parser = train_parser() if verb == "train" else tune_parser()
         flags, _ = read_flags(parser, arguments)
         assert flags["script"] or flags["config"]
+        settings = [*SETTINGS, *ALIASES, *ALIAS_SWITCHES]
+        if verb == "tune":
+            settings.remove("scheduler")  # a scheduler of trials here
+            assert flags["search"] in SEARCHES and flags["scheduler"] in (None, "none", *TRIAL_SCHEDULERS)
+        check_values({name: flags[name] for name in settings if flags.get(name) is not None}, flags["set"])
     else:
         command = command_of(verb)
         with command.make_context(verb, list(arguments)) as context:
+            check_values({}, context.params.get("settings") or ())
+            assert {*(context.params.get("backends") or "all").split(",")} <= {"all", *REGISTRY}
+            assert context.params.get("format_") in (None, *FORMATS)
             if below := getattr(command, "commands", None):
                 name, *rest = [*context._protected_args, *context.args]
                 below[name].make_context(name, rest).close()
+
+
+def check_values(flags: dict[str, Any], assignments: Sequence[str]) -> None:
+    """Check values of settings as text, each by itself and all together."""
+    ranks = {name: int(flags.pop(name)) for name in ("world_size", "rank") if name in flags}
+    assert all(number >= 0 for number in ranks.values())
+    DistributedConfig(**read_overrides(None, flags, assignments, None, ()).flag)
 
 
 @pytest.mark.parametrize("line", ["runs --wher x", "checkpoint list", "train --scrip x", "submit slurm --tim 3"])
