@@ -46,6 +46,7 @@ def needed(page):
 
 # Commands that work on what other commands of their page have made, and why they cannot run by themselves. They are parsed only.
 NEEDING = {
+    "export-1": "it begins with the weights of the command before it", "export-2": "it exports the run of the first command",
     "init-1": "it trains the project that the command before it writes",
     "init-2": "it lists the runs of the command before it",
     "init-3": "it writes a file for the script of the first command", "init-4": "it trains the script of the first command",
