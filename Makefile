@@ -29,7 +29,7 @@ test: $(STAMP) $(HOROVOD_STAMP)
 
 # The same with every long matrix: all numbers of processes of every backend, and more kills and starts.
 test-full: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m 'not cluster'
+	$(PYTEST) -m 'full or not cluster'
 
 # The samples of the documentation, the longest examples, and the site.
 test-docs: $(STAMP) $(HOROVOD_STAMP)
@@ -37,7 +37,7 @@ test-docs: $(STAMP) $(HOROVOD_STAMP)
 
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m cluster --dist loadgroup
+	$(PYTEST) -m 'cluster and not full' --dist loadgroup --loadscope-reorder --numprocesses 3
 
 # Half an hour of training under random faults, and 400 short jobs: as root, about 50 minutes.
 soak: $(STAMP)

@@ -23,10 +23,10 @@ from distributed.runs.directory import RunDirectory
 from tests.conftest import Started, clean_environment, needs_backend, poll
 from tests.machines import Machines
 
-pytestmark = pytest.mark.timeout(800)
+pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("a cluster of Ray")]
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
-OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
 # The head notices within three seconds that a node does not answer.
 HEALTH = {
     "RAY_health_check_period_ms": "1000",
@@ -211,7 +211,7 @@ class RayMachines:
             *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", "--num-cpus=1",
             "--object-store-memory=100000000", *role,
         ], env={**OPEN, **self._health, "WAIT_S": "0.1"})  # fmt: skip
-        self.nodes[number].wait_for("Ray runtime started", 90)
+        self.nodes[number].wait_for("Ray runtime started", 150)
 
     def kill(self, number: int) -> None:
         """Kill all processes of a node at once, those of the workers too."""
@@ -293,7 +293,7 @@ def test_the_sample_of_the_page_trains_on_two_nodes_as_on_one_machine(
         (home / name).write_text(f"{MODEL}{sample.replace(asked, given)}{SHOW_WEIGHTS}")
 
     expected = run_python(["one.py"], cwd=home)
-    done = cluster.run("two.py").finish(120, grace=20)
+    done = cluster.run("two.py").finish(150, grace=20)
 
     assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
     results = [json.loads(path.read_text()) for path in home.glob("runs/two-*/result.json")]
@@ -335,7 +335,7 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     wait_for_step(home, 20, command)
     cluster.kill(1)
     began = time.monotonic()
-    done = command.finish(90, grace=20)
+    done = command.finish(150, grace=20)
     assert done.returncode == 3 and time.monotonic() - began < 45, done.output
     last = "error: node1 left the Ray cluster, and no replacement came within node_timeout=5 s"
     assert done.stderr.splitlines()[-1] == last, done.output
@@ -361,7 +361,7 @@ def test_fit_takes_a_node_that_joins_and_goes_on_on_the_nodes_that_are_left(
     cluster.add(1)
     command.wait_for(lambda: first_save_with(home, 2), 60)
     command.signal(signal.SIGTERM)
-    stopped = command.finish(60, grace=20)
+    stopped = command.finish(150, grace=20)
     assert stopped.returncode == 143, stopped.output
     (run,) = home.glob("runs/*")
     started = [event["world_size"] for event in RunDirectory(run).read_events() if event["event"] == "started"]

@@ -19,7 +19,7 @@ from tests.conftest import Started, clean_environment, needs_backend
 
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
 CLI = [sys.executable, "-m", "distributed.cli"]
-pytestmark = pytest.mark.timeout(360)
+pytestmark = [pytest.mark.timeout(480), pytest.mark.xdist_group("a cluster of Ray")]
 SCRIPT = """
 import argparse, os, sys, time
 import torch
@@ -147,7 +147,7 @@ def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli
     command_ = command(place, "--mlflow-tracking", "--", "--slow", "0.03")
     first = start([*CLI, *command_], cwd=place)
     first.wait_for(lambda: (place / "sweep" / "trials.jsonl").exists() and sum(
-        line.get("event") == "row" and line["row"]["epoch"] >= 2 for line in journal_so_far(place)) >= 2, 90)  # fmt: skip
+        line.get("event") == "row" and line["row"]["epoch"] >= 2 for line in journal_so_far(place)) >= 2, 180)  # fmt: skip
     first.signal(signal.SIGKILL)
     done = first.finish(30, grace=20)  # fails where a process is left
     assert done.returncode == -signal.SIGKILL
@@ -197,7 +197,7 @@ def journal_so_far(place):
 def test_interrupted_it_writes_what_there_is(start, place, cluster):
     running = start([*CLI, *command(place, "--address", cluster), "--", "--slow", "0.05"], cwd=place, env=OPEN)
     journal_file = place / "sweep" / "trials.jsonl"
-    running.wait_for(lambda: journal_file.exists() and '"row"' in journal_file.read_text(), 90)
+    running.wait_for(lambda: journal_file.exists() and '"row"' in journal_file.read_text(), 180)
     running.signal(signal.SIGINT)
     done = running.finish(60, grace=20)
     assert done.returncode == 130 and "Traceback" not in done.output, done.output

@@ -130,7 +130,7 @@ ALIKE = ("single", "fsdp", "deepspeed", "fit() of a script")
 
 def marks_of(name):
     if name == "ray":
-        return pytest.mark.cluster
+        return (pytest.mark.cluster, pytest.mark.xdist_group("a cluster of Ray"))
     return FULL if name in ALIKE else ()
 
 

@@ -128,10 +128,14 @@ def test_horovodrun_starts_processes_on_two_nodes(
 
 
 @pytest.mark.cluster
+@pytest.mark.xdist_group("a cluster of Ray")
 def test_a_ray_cluster_of_two_nodes_trains(nodes: Nodes) -> None:
     """002/ray_nodes.sh"""
     needs_backend("ray")
-    addresses, quiet = nodes.machines.addresses, {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+    addresses, quiet = (
+        nodes.machines.addresses,
+        {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"},
+    )
     ray = [Path(sys.executable).with_name("ray"), "start", "--block", "--num-cpus=1", "--object-store-memory=100000000"]
     places = (
         ["--head", "--port=6399", "--ray-client-server-port=10001", "--include-dashboard=false"],
@@ -144,7 +148,7 @@ def test_a_ray_cluster_of_two_nodes_trains(nodes: Nodes) -> None:
             words = [*ray, *place, f"--node-ip-address={addresses[number]}"]
             one = nodes.begin(number, *words, RAY_TMPDIR=files, **quiet)
             stack.callback(one.kill)
-            one.wait_for("Ray runtime started", 90)
+            one.wait_for("Ray runtime started", 150)
 
         (done,) = nodes.run("002/ray_nodes.sh", **quiet)
 

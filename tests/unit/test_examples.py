@@ -53,6 +53,7 @@ def test_digits_reach_094_in_a_loop_of_the_script_on_shards(run_cli, tmp_path):
 
 
 @pytest.mark.cluster
+@pytest.mark.xdist_group("a cluster of Ray")
 def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
     pytest.importorskip("ray.serve")
     trained = ["train", "--script", str(EXAMPLES / "train.py"), "--epochs", "2", "--run-dir", "base"]

@@ -6,9 +6,12 @@ import io
 import json
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +71,19 @@ def test_the_launcher_says_whether_workers_are_still_missing(run, num_begun, num
         server._num_begun, server._num_to_begin = num_begun, num_to_begin
         server._take_signal(signal.SIGINT)
         assert json.loads(theirs.recv(4096))["is_starting"] is is_starting
+
+
+def test_a_scheduler_that_asks_a_finished_run_to_save_does_not_make_it_fail():
+    code = (
+        "import os, signal; from distributed.launching.stopping import Signals\n"
+        "with Signals(): pass\n"
+        "os.kill(os.getpid(), signal.SIGUSR1)\n"
+        "print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "True\n"), done
 
 
 @pytest.mark.parametrize("is_starting", [True, False])
