@@ -58,7 +58,7 @@ def _by_variable(kind: type, wanted: NamedOptimizer, variables: Mapping[str, Any
 
     factors = {id(variable): wanted.factor(name) for name, variable in variables.items()}
 
-    class ByVariable(kind):  # type: ignore[misc, valid-type]
+    class ByVariable(kind):  # type: ignore[misc]
         """Optimizer that updates the variables in groups, each at its own rate."""
 
         _factor = 1.0
@@ -69,7 +69,7 @@ def _by_variable(kind: type, wanted: NamedOptimizer, variables: Mapping[str, Any
                 if in_gradient and wanted.decay_of(len(variable.shape)):
                     gradient = keras.ops.add(gradient, variable.value * in_gradient)
                 groups.setdefault(factors[id(variable)], []).append((gradient, variable))
-            attributes = vars(self)  # bypasses Keras's __setattr__, which tracks attributes
+            attributes: Any = vars(self)  # bypasses Keras's __setattr__, which tracks attributes
             for factor, pairs in groups.items():
                 attributes["_factor"] = factor
                 super()._backend_apply_gradients(*map(list, zip(*pairs, strict=True)))
