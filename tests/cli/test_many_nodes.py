@@ -369,7 +369,8 @@ ENGINES = {
     [
         ("fsdp", 2),
         *(pytest.param(each, 2, marks=pytest.mark.cluster) for each in ENGINES if each != "fsdp"),
-        *(pytest.param(each, 3, marks=pytest.mark.cluster) for each in ENGINES if each != "horovod"),
+        pytest.param("fsdp", 3, marks=pytest.mark.cluster),
+        *(pytest.param(each, 3, marks=(pytest.mark.cluster, pytest.mark.full)) for each in ("deepspeed", "tensorflow")),
     ],
 )
 def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
