@@ -23,7 +23,7 @@ from distributed.runs.directory import RunDirectory
 from tests.conftest import Started, clean_environment, needs_backend, poll
 from tests.machines import Machines
 
-pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("a cluster of Ray")]
+pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("machines of a cluster of Ray")]
 ROOT = Path(__file__).resolve().parents[2]
 RAY = str(Path(sys.executable).with_name("ray"))
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"}
