@@ -196,6 +196,11 @@ def patient(limit_s: float) -> float:
     return limit_s * PATIENCE if limit_s >= 60 else limit_s
 
 
+def promised(limit_s: float) -> float:
+    """Return the bound of a promise about time: `limit_s`, or three times as much while this machine has too much to do."""
+    return limit_s if os.getloadavg()[0] <= 2 * (os.cpu_count() or 1) else 3 * limit_s
+
+
 def _children_cpu_s() -> float:
     """Return the CPU seconds of all processes that this one and its children have waited for."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -281,6 +286,23 @@ def poll(
         if last_look:
             pytest.fail(message())
         time.sleep(0.02)
+
+
+def start_ray_node(begin: Callable[[], Started]) -> Started:
+    """Start a node of a Ray cluster with `begin`, and wait until it has joined.
+
+    On a busy machine Ray (2.60) sometimes gives up a start because its own services do not answer. It is then tried again.
+    """
+    for is_last in (False, False, True):
+        node = begin()
+        try:
+            node.wait_for("Ray runtime started", 150)
+            break
+        except pytest.fail.Exception:
+            node.kill()
+            if is_last or "timed out during startup" not in node.output:
+                raise
+    return node
 
 
 def clean_environment(**extra: str) -> dict[str, str]:

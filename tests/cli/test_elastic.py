@@ -181,7 +181,7 @@ def test_each_sample_is_seen_once_in_an_epoch_that_another_number_of_processes_f
     run.wait_for("of 1 samples", 60)
     (config,) = tmp_path.glob("runs/*/config.yaml")
     assert "gradient_accumulation_steps: 1 " in config.read_text()  # with all processes, not with those that are left
-    ended = run.finish(150)
+    ended = run.finish(120)
 
     assert sizes_of(ended.stdout) == [2, 1, 2], ended.output
     # The run goes back to step 10, so that at most the samples of the steps after it, and of those read ahead, come twice.
@@ -219,10 +219,10 @@ def test_nodes_go_and_come(
     zero.wait_for("of 2", GO_ON_S)
     one.signal(signal.SIGTERM)
     zero.wait_for("of 1", GO_ON_S)
-    assert one.finish(150).returncode == 143
+    assert one.finish(60).returncode == 143
     again = [begin(1), begin(2)]
     zero.wait_for(lambda: zero.output.count("of 3") > 12, 60)
-    ended = [node.finish(150) for node in (zero, *again)]
+    ended = [node.finish(120) for node in (zero, *again)]
 
     assert [each.returncode for each in ended] == [0, 0, 0], "\n".join(each.output for each in ended)
     sizes = sizes_of(ended[0].stdout)
@@ -250,7 +250,7 @@ def test_sigterm_to_all_nodes_stops_the_run_and_no_node_is_called_lost(
     nodes[0].wait_for("step 11 of 2", 120)
     for node in reversed(nodes):
         node.signal(signal.SIGTERM)
-    ended = [node.finish(150) for node in nodes]
+    ended = [node.finish(60) for node in nodes]
 
     assert [each.returncode for each in ended] == [143, 143], "\n".join(each.output for each in ended)
     for each in ended:
@@ -277,7 +277,7 @@ def test_fewer_nodes_than_the_fewest_are_waited_for(
     zero, one = begin(0), begin(1)
     zero.wait_for("step 11 of 2", 120)
     one.kill()
-    ended = zero.finish(150)
+    ended = zero.finish(100)
 
     assert ended.returncode == 1
     assert "did not come back within 15 s (node_timeout)" in ended.stderr, ended.output

@@ -18,7 +18,7 @@ import pytest
 
 from distributed.errors import ConfigError
 from distributed.runs.listing import list_runs
-from tests.conftest import Started, describe, needs_backend, poll
+from tests.conftest import Started, describe, needs_backend, poll, promised
 from tests.machines import Machines
 
 pytestmark = pytest.mark.timeout(600)
@@ -170,7 +170,7 @@ def check_what_node_1_knows(job: Job, start: Callable[..., Started]) -> None:
     """Check the state of a run that node 1 shows after a worker of that node was killed."""
     (part,) = job.machines.homes[1].glob("runs/*")
     count, command = len(job.nodes), [sys.executable, "-m", "distributed.cli", "status", "--once", f"runs/{part.name}"]
-    shown = start([*job.machines.on(1), *command]).finish(150).stdout
+    shown = start([*job.machines.on(1), *command]).finish(30).stdout
     for line in (
         r"part +node 1 of a run of 10\.99\.0\.1: metrics, checkpoints and the events of all nodes are there",
         "status +finished", "backend +fsdp", rf"processes +{count} on {count} nodes", rf"logs +rank 1, in runs/{part.name}/logs",
@@ -230,7 +230,7 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_are_loopback(
         ])
         for rank in (0, 1)
     ]  # fmt: skip
-    ended = [node.finish(150) for node in nodes]
+    ended = [node.finish(120) for node in nodes]
 
     assert [each.returncode for each in ended] == [0, 0], ended[0].output + ended[1].output
     (log,) = machines.homes[1].glob("runs/*/logs/rank-1.log")
@@ -248,7 +248,7 @@ def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
     command = [sys.executable, "fit.py"]
     alone = start([*machines.on(0), *command])
 
-    expected = [line for line in alone.finish(150).stdout.splitlines() if line.startswith("result:")]
+    expected = [line for line in alone.finish(100).stdout.splitlines() if line.startswith("result:")]
     both = [start([*machines.on(rank), *command, str(rank)]) for rank in (0, 1)]
     ended = [node.finish(200) for node in both]
 
@@ -274,7 +274,7 @@ def test_a_killed_worker_of_another_node_goes_on_bit_for_bit(
     os.kill(job.worker(1), signal.SIGKILL)
 
     assert job.weights() == expected(4)
-    followed = following.finish(150).stdout.splitlines()
+    followed = following.finish(30).stdout.splitlines()
     assert followed[-1] == "finished at step 160", followed
     assert sum("  worker failed  " in line and "SIGKILL" in line for line in followed) == 1, followed
     assert job._events().count('"restarted"') == 1
@@ -300,7 +300,7 @@ def test_ctrl_c_on_one_node_ends_all_after_a_checkpoint_and_a_resume_goes_on_bit
     job.until_step(20)
     job.nodes[1].signal(signal.SIGINT)
 
-    ended = [node.finish(150) for node in job.nodes]
+    ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [130, 130], ended[0].output + ended[1].output
     assert "SIGINT: stopping" in ended[1].output and "run-dir ''" not in ended[1].output
@@ -328,7 +328,7 @@ def test_machines_that_have_nothing_resume_from_object_storage_bit_for_bit(
     job = Job(make_machines(2), start, *flags, wait_s=0.03)
     job.until_step(20)
     job.nodes[0].signal(signal.SIGTERM)
-    ended = [node.finish(150) for node in job.nodes]
+    ended = [node.finish(60) for node in job.nodes]
     assert [each.returncode for each in ended] == [143, 143], ended[0].output + ended[1].output
     assert f"--run-dir file://{tmp_path}/storage/mine --resume" in ended[0].output
     for home in job.machines.homes:
@@ -350,7 +350,7 @@ def test_a_plain_script_that_is_stopped_on_one_node_ends_on_the_other_too(
     job.nodes[0].wait_for("total 2.0", 90)
     job.nodes[1].signal(signal.SIGINT)
 
-    ended = [node.finish(150) for node in job.nodes]
+    ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [130, 130], ended[0].output + ended[1].output
     assert "error: node 1 (node1, 10.99.0.2) was stopped by SIGINT, so the workers" in ended[0].output
@@ -428,7 +428,7 @@ def test_a_sharded_save_without_a_shared_directory_is_refused_before_training(
     monkeypatch.setenv("DTYPE", "float32" if backend == "deepspeed" else "float64")
     job = Job(make_machines(2), start, "--backend", backend, *flags)
 
-    ended = [node.finish(150) for node in job.nodes]
+    ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [2, 2]
     for each in ended:
@@ -470,7 +470,7 @@ def test_the_end_of_node_0_is_named_on_the_others(
     job.until_step(20)
     os.kill(job.nodes[0].pid, signal.SIGKILL)
 
-    ended = job.nodes[1].finish(150)
+    ended = job.nodes[1].finish(40)
 
     assert ended.returncode == 1
     assert "error: node 0 (10.99.0.1) is lost: its launcher has ended" in ended.output
@@ -501,11 +501,11 @@ def test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other(
     cut = time.time()
     job.machines.link(1, "down")
 
-    ended = [node.finish(150) for node in job.nodes]
+    ended = [node.finish(60) for node in job.nodes]
 
     assert [each.returncode for each in ended] == [1, 1]
     (lost,) = [each for each in map(json.loads, job._events().splitlines()) if each["event"] == "node_lost"]
-    assert lost["time"] - cut <= 11, lost
+    assert lost["time"] - cut <= promised(11), lost
     assert "node 1 (node1, 10.99.0.2) has been silent for 10 s" in ended[0].output
     assert "error: node 1 (node1, 10.99.0.2) did not come back within 5 s (node_timeout)" in ended[0].output
     assert "error: node 0 (10.99.0.1) is lost: it did not answer for 5 s (node_timeout)" in ended[1].output
@@ -538,7 +538,7 @@ def test_a_node_that_never_comes_is_named(
     job = Job(make_machines(3), start, "--set", "start_timeout=6")
     job.nodes[2].kill()
 
-    ended = [node.finish(150) for node in job.nodes[:2]]
+    ended = [node.finish(60) for node in job.nodes[:2]]
 
     assert [each.returncode for each in ended] == [1, 1]
     assert all("error: node 2 did not join within 6 s (start_timeout)" in each.output for each in ended), ended[
@@ -555,7 +555,7 @@ def test_a_node_rank_given_twice_refuses_the_second_command_only(
     job = Job(make_machines(2), start, wait_s=0.03)
     job.until_step(10)
 
-    second = job.begin(1).finish(150)
+    second = job.begin(1).finish(120)
 
     assert second.returncode == 1 and "node_rank=1 is taken by node1, 10.99.0.2" in second.output
     assert job.weights() == expected(2)
@@ -565,7 +565,7 @@ def test_a_node_rank_given_twice_refuses_the_second_command_only(
 def test_a_wrong_address_is_named(make_machines: Callable[[int], Machines], start: Callable[..., Started]) -> None:
     job = Job(make_machines(2), start, "--set", "start_timeout=4", begun=())
 
-    ended = job.begin(1, "--master-addr", "10.99.0.77").finish(150)
+    ended = job.begin(1, "--master-addr", "10.99.0.77").finish(40)
 
     assert ended.returncode == 1
     assert re.search(
@@ -583,7 +583,7 @@ def test_a_port_that_is_taken_on_node_0_is_named_and_both_nodes_end(
     other.wait_for("taken")
     job = Job(machines, start, "--set", "start_timeout=8")
 
-    ended = [node.finish(150) for node in job.nodes]  # which fails if a process is left
+    ended = [node.finish(40) for node in job.nodes]  # which fails if a process is left
 
     assert [each.returncode for each in ended] == [3, 1], ended[0].output + ended[1].output
     assert ended[0].stderr == (
@@ -602,7 +602,7 @@ def test_a_failure_of_the_script_on_one_node_is_shown_on_all(
     script = "import os\nif 'FAILS' in os.environ: raise ValueError('only here')\n" + SCRIPT
     job = Job(make_machines(2), start, begun=(), script=script)
 
-    ended = [node.finish(150) for node in [job.begin(0), job.begin(1, FAILS="1")]]
+    ended = [node.finish(60) for node in [job.begin(0), job.begin(1, FAILS="1")]]
 
     assert [each.returncode for each in ended] == [1, 1]
     assert "ValueError: only here" in ended[1].output and "Traceback" in ended[1].output
@@ -630,7 +630,7 @@ def test_a_node_with_another_version_is_refused_and_both_versions_are_named(
         (job.machines.homes[1] / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '9.9.9'\n")
         env = {"PYTHONPATH": str(job.machines.homes[1])}
 
-    ended = [node.finish(150) for node in (job.begin(0), job.begin(1, **env))]
+    ended = [node.finish(60) for node in (job.begin(0), job.begin(1, **env))]
 
     assert [each.returncode for each in ended] == [1, 1]
     assert re.search(

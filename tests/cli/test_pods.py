@@ -151,7 +151,7 @@ def test_a_pod_that_ends_is_replaced_and_the_run_goes_on_bit_for_bit(
         job.cluster.pod(1).kill()
     else:
         job.cluster.lose(1)
-    job.cluster.finish(150)
+    job.cluster.finish(90)
 
     assert job.weights == expected
     assert [(pod.index, pod.code) for pod in job.cluster.pods] == [(0, 0), (1, 137), (1, 0)]
@@ -174,7 +174,7 @@ def test_the_pod_of_node_0_is_replaced_too(submit: Callable[..., Submitted], exp
 @pytest.mark.cluster
 def test_the_pods_of_a_trainjob_train(submit: Callable[..., Submitted], expected: str) -> None:
     job = submit("--kind", "trainjob", operator=kubeflow)
-    job.cluster.finish(150)
+    job.cluster.finish(90)
 
     assert job.weights == expected
     assert "2 processes on cpu" in job.cluster.output
@@ -187,7 +187,7 @@ def test_an_evicted_pod_saves_and_the_run_goes_on_without_a_failure(
     job = submit(most=8)
     job.cluster.wait_for(lambda: "epoch 1" in job.cluster.output, 60)
     job.cluster.pod(1).evict()
-    job.cluster.finish(150)
+    job.cluster.finish(90)
 
     assert job.weights == expected
     assert sorted((pod.index, pod.code) for pod in job.cluster.pods) == [(0, 0), (0, 143), (1, 0), (1, 143)]
@@ -236,7 +236,7 @@ def test_the_examples_run_with_other_sizes(
         [secret, *yaml.safe_load_all(text)], make_machines(2, are_names_loopback=False), start, tmp_path / "pods",
         claims={"runs": volume}, image={"/app/examples": ROOT / "examples"},
     )  # fmt: skip
-    cluster.finish(150)
+    cluster.finish(120)
 
     processes = 4 if name == "one-pod-per-node" else 2
     assert f"{processes} processes on cpu" in cluster.output

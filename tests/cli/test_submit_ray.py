@@ -173,7 +173,7 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "--object-store-memory=100000000", f"--temp-dir={temporary}",
         ], tmp_path_factory.mktemp("dashboard"), None, clean_environment(**OPEN, WAIT_S="0.1"))  # fmt: skip
         try:
-            head.wait_for("Ray runtime started", 90)
+            head.wait_for("Ray runtime started", 150)
             yield f"http://127.0.0.1:{port}"
         finally:
             head.kill()

@@ -68,7 +68,7 @@ def cluster(tmp_path_factory):
             "--node-ip-address=127.0.0.1", f"--port={port}", "--object-store-memory=100000000", f"--temp-dir={temporary}",
         ], tmp_path_factory.mktemp("cluster"), None, clean_environment(**OPEN))  # fmt: skip
         try:
-            head.wait_for("Ray runtime started", 60)
+            head.wait_for("Ray runtime started", 150)
             yield f"127.0.0.1:{port}"
         finally:
             head.kill()

@@ -53,7 +53,7 @@ def cluster(tmp_path_factory):
             "--object-store-memory=100000000", f"--temp-dir={temporary}",
         ], directory, None, environ)  # fmt: skip
         try:
-            head.wait_for("Ray runtime started", 60)
+            head.wait_for("Ray runtime started", 150)
             poll(lambda: listens(ports[1]), 60, lambda: f"no client server\n{head.output}")
             yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}", failing
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Finished, Started, needs_backend
+from tests.conftest import Finished, Started, needs_backend, start_ray_node
 from tests.machines import Machines
 from tests.seeds.test_seeds import GPT, HERE, SAMPLES, environment
 from tests.slurm import Slurm, needs_slurm
@@ -134,7 +135,7 @@ def test_a_ray_cluster_of_two_nodes_trains(nodes: Nodes) -> None:
     needs_backend("ray")
     addresses, quiet = (
         nodes.machines.addresses,
-        {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "120"},
+        {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "60"},
     )
     ray = [Path(sys.executable).with_name("ray"), "start", "--block", "--num-cpus=1", "--object-store-memory=100000000"]
     places = (
@@ -146,9 +147,8 @@ def test_a_ray_cluster_of_two_nodes_trains(nodes: Nodes) -> None:
         for number, place in enumerate(places):
             files = stack.enter_context(tempfile.TemporaryDirectory(prefix="r-"))  # short: sockets lie in it
             words = [*ray, *place, f"--node-ip-address={addresses[number]}"]
-            one = nodes.begin(number, *words, RAY_TMPDIR=files, **quiet)
-            stack.callback(one.kill)
-            one.wait_for("Ray runtime started", 150)
+            begin = functools.partial(nodes.begin, number, *words, RAY_TMPDIR=files, **quiet)
+            stack.callback(start_ray_node(begin).kill)
 
         (done,) = nodes.run("002/ray_nodes.sh", **quiet)
 
