@@ -71,8 +71,8 @@ LONGEST = (
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first.
 
-    Workaround (pytest-xdist 3.8 with pytest 9.2, pytest-dev/pytest-xdist#1386; may go when xdist has that change): xdist looks for the
-    group of a test at the end of its id, but cannot write it there any more, and distributes the tests of a group to all processes.
+    Workaround (xdist 3.8, pytest-dev/pytest-xdist#1386; may go when xdist writes the group into the ids of pytest 9.2): xdist looks for
+    the group of a test at the end of its id, does not find it, and distributes the tests of a group to all processes.
     """
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
