@@ -76,7 +76,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
-    if not getattr(config.option, "loadgroup", False) or not hasattr(items[0] if items else None, "_id"):
+    if not getattr(config.option, "loadgroup", False) or not items or not hasattr(items[0], "_id"):
         return
     from _pytest.nodeid import NodeId
 
@@ -205,11 +205,6 @@ class Started:
 def patient(limit_s: float) -> float:
     """Return the time limit of a command that is run to its end, in the place of `limit_s`."""
     return limit_s * PATIENCE if limit_s >= 60 else limit_s
-
-
-def promised(limit_s: float) -> float:
-    """Return the bound of a promise about time: `limit_s`, or three times as much while this machine has too much to do."""
-    return limit_s if os.getloadavg()[0] <= 2 * (os.cpu_count() or 1) else 3 * limit_s
 
 
 def _children_cpu_s() -> float:

@@ -386,7 +386,12 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def _placed(
-    tensor: torch.Tensor, own: Any, parameter: torch.Tensor, group: Mapping[str, Any], slot: str, keep_dtype: bool
+    tensor: torch.Tensor,
+    own: torch.Tensor | None,
+    parameter: torch.Tensor,
+    group: Mapping[str, Any],
+    slot: str,
+    keep_dtype: bool,
 ) -> torch.Tensor:
     """Return a slot's tensor as torch's `Optimizer.load_state_dict` would place it, but without losing precision.
 
@@ -398,8 +403,8 @@ def _placed(
     follows = tensor.is_floating_point() and parameter.is_floating_point() and not keep_dtype
     dtype = parameter.dtype if follows else tensor.dtype
     if tensor.shape == parameter.shape:  # with the parameter's strides, as fused and foreach updates prefer
-        if _is_like(own, parameter, dtype):
-            return own.copy_(tensor)  # type: ignore[no-any-return]
+        if own is not None and _is_like(own, parameter, dtype):
+            return own.copy_(tensor)
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)
     return tensor.to(device=parameter.device, dtype=dtype, copy=True)
 
@@ -425,11 +430,10 @@ def _slots(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tens
     return {key: value for key, value in slots.items() if users[sharding.local(value.detach()).data_ptr()] == 1}
 
 
-def _is_like(own: torch.Tensor | None, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_like(own: torch.Tensor, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
     """Return whether `own` is what `torch.empty_like(parameter, dtype=dtype)` would return."""
     return (
-        own is not None
-        and not own.requires_grad
+        not own.requires_grad
         and sharding.is_sharded(own) == sharding.is_sharded(parameter)
         and sharding.box(own) == sharding.box(parameter)
         and (own.stride(), own.dtype, own.device) == (parameter.stride(), dtype, parameter.device)
