@@ -93,7 +93,10 @@ class Run:
         return Started(list(map(str, command)), self._directory, None, environ, fresh=True)
 
     def start_all(self, *more: str) -> None:
-        """Start the launchers of all nodes."""
+        """Start the launchers of all nodes. What the workers of a run before have written about themselves goes."""
+        for home in self.machines.homes:
+            for file in ("step", "worker-0", "worker-1"):
+                (home / file).unlink(missing_ok=True)
         self.launchers = [self.begin(node, *more) for node in range(self.kind.num_nodes)]
 
     @property
@@ -113,6 +116,19 @@ class Run:
     def worker(self, rank: int) -> int:
         """Return the process id of a rank."""
         return int((self.home(rank) / f"worker-{rank}").read_text())
+
+    def signal(self, rank: int, number: int) -> int:
+        """Send a signal to a rank, once it has started if it is starting again. Return its process id."""
+
+        def sent() -> int:
+            try:
+                pid = self.worker(rank)
+                os.kill(pid, number)
+                return pid
+            except (ProcessLookupError, ValueError):  # it has ended, or its successor is writing its file
+                return 0
+
+        return poll(sent, RECOVERS_S, lambda: f"rank {rank} does not start\n{self.output()}")
 
     def some_rank(self) -> int:
         return self.random.randrange(2)
@@ -185,7 +201,10 @@ _KEPT = ("step-", "damaged-", "best", "latest")
 
 
 def _kill(number: int) -> Callable[[Run], None]:
-    return lambda run: os.kill(run.worker(run.some_rank()), number)
+    def kill(run: Run) -> None:
+        run.signal(run.some_rank(), number)
+
+    return kill
 
 
 def _order(fault: str) -> Callable[[Run], None]:
@@ -197,14 +216,13 @@ def _order(fault: str) -> Callable[[Run], None]:
 
 
 def _pause(run: Run) -> None:
-    pid = run.worker(run.some_rank())
-    os.kill(pid, signal.SIGSTOP)
+    pid = run.signal(run.some_rank(), signal.SIGSTOP)
     time.sleep(1.0)
     os.kill(pid, signal.SIGCONT)
 
 
 def _kill_loader(run: Run) -> None:
-    pid = run.worker(run.some_rank())
+    pid = run.signal(run.some_rank(), 0)
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     os.kill(int(run.random.choice(children)), signal.SIGKILL)
 
@@ -239,12 +257,12 @@ def _damage_newest(run: Run) -> None:
         content = bytearray(file.read_bytes())
         content[run.random.randrange(len(content))] ^= 1
         file.write_bytes(content)
-    os.kill(run.worker(0), signal.SIGKILL)
+    run.signal(0, signal.SIGKILL)
 
 
 def _delete_newest(run: Run) -> None:
     shutil.rmtree(run.checkpoints()[-1], ignore_errors=True)
-    os.kill(run.worker(0), signal.SIGKILL)
+    run.signal(0, signal.SIGKILL)
 
 
 FAULTS: dict[str, Callable[[Run], None]] = {
@@ -333,7 +351,7 @@ def _inject(run: Run, every_s: float, wait_s: float) -> Iterator[tuple[str, floa
         run.measure()
         at, began = run.step, time.monotonic()
         faults[name](run)
-        _wait_for_step(run, at + 3)  # two more may come before the fault is felt
+        _wait_for_step(run, max(at, run.step) + 3)  # two more may come before the fault is felt
         yield name, time.monotonic() - began
 
 
