@@ -17,8 +17,11 @@ from distributed.runs.why import STANDING, Problem, Why, read_why
 
 _WIDTH = 80
 _NAME = 10  # columns of the names, with the indentation
-_MOST_LINES = 3  # of a fact
-_MOST_OF_CAUSE = 5  # an error of this package ends with what to do
+_MOST_LINES = 10  # of all
+_MOST_OF = {"cause": 5}  # lines of a fact; an error of this package ends with what to do
+_MOST_OF_OTHERS = 3
+# Lines that a fact keeps if all together have too many, in the order in which they lose lines.
+_LEAST_OF = {"output": 1, "then": 1, "try": 2, "saves": 1, "cause": 3}
 
 
 def why(
@@ -44,17 +47,18 @@ def lines_of(found: Why) -> list[str]:
         "cause": _cause(found), "where": _where(found.problem), "then": _then(found), "saves": _saves(found), "seen": _seen(found),
         "output": _output(found.problem), "try": found.fix, "continue": _continue(found), "log": _log(found),
     }  # fmt: skip
-    lines = [shown(_head(found))]
-    for name, text in facts.items():
-        if text:
-            lines += _wrapped(name, shown(text))
-    return lines
+    lines = {name: _wrapped(name, text, _MOST_OF.get(name, _MOST_OF_OTHERS)) for name, text in facts.items() if text}
+    for name, least in _LEAST_OF.items():
+        beyond = 1 + sum(map(len, lines.values())) - _MOST_LINES
+        if beyond > 0 and len(here := lines.get(name, ())) > least:
+            lines[name] = _wrapped(name, facts[name], max(least, len(here) - beyond))
+    return [shown(_head(found)), *(line for each in lines.values() for line in each)]
 
 
-def _wrapped(name: str, text: str) -> list[str]:
+def _wrapped(name: str, text: str, most: int) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=f"  {name}".ljust(_NAME + 2), subsequent_indent=" " * (_NAME + 2), break_long_words=False,
-        break_on_hyphens=False, max_lines=_MOST_OF_CAUSE if name == "cause" else _MOST_LINES, placeholder=" ...",
+        shown(text), _WIDTH, initial_indent=f"  {name}".ljust(_NAME + 2), subsequent_indent=" " * (_NAME + 2),
+        break_long_words=False, break_on_hyphens=False, max_lines=most, placeholder=" ...",
     )  # fmt: skip
 
 
@@ -158,7 +162,7 @@ def _continue(found: Why) -> str:
     where = Path(found.state.checkpoint).name if found.state.checkpoint else ""
     if not where:
         return ""
-    return f"the same command with --run-dir {found.state.path} --resume goes on from {where}"
+    return f"with --run-dir {found.state.path} --resume, from {where}"
 
 
 def _log(found: Why) -> str:

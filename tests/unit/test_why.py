@@ -68,7 +68,7 @@ def test_a_run_that_failed_for_good_names_the_last_failure_and_what_was_done_bef
         in text
     )
     assert "then restarted once, from step 30; no restart is left (max_restarts=1) try Most often" in text
-    assert text.endswith(f"continue the same command with --run-dir {run} --resume goes on from step-00000030")
+    assert text.endswith(f"continue with --run-dir {run} --resume, from step-00000030")
 
 
 def test_failures_of_an_earlier_launch_are_not_those_of_this_one(tmp_path: Path) -> None:
