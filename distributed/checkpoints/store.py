@@ -487,9 +487,10 @@ class CheckpointStore:
                 "bytes_needed": needed, "bytes_free": free,
             })  # fmt: skip
         if self._misses >= self._max_failed_saves:
+            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             raise TrainingError(
-                f"{message}; {self._misses} failed saves in a row (max_failed_saves): see that {self.directory} can be written,"
-                " and run again with --resume"
+                f"{message}; {self._misses} failed saves in a row (max_failed_saves): "
+                f"{'free disk space' if is_full else 'see that its directory can be written'}, and run again with --resume"
             )
 
     def _load(self, path: Path) -> TrainState:

@@ -47,6 +47,8 @@ def lines_of(found: Why) -> list[str]:
         "cause": _cause(found), "where": _where(found.problem), "then": _then(found), "saves": _saves(found), "seen": _seen(found),
         "output": _output(found.problem), "try": found.fix, "continue": _continue(found), "log": _log(found),
     }  # fmt: skip
+    whole = f"{found.state.path.absolute()}/"  # a message may name files of the run by their whole paths
+    facts = {name: text.replace(whole, f"{found.state.path}/") for name, text in facts.items()}
     lines = {name: _wrapped(name, text, _MOST_OF.get(name, _MOST_OF_OTHERS)) for name, text in facts.items() if text}
     for name, least in _LEAST_OF.items():
         beyond = 1 + sum(map(len, lines.values())) - _MOST_LINES
