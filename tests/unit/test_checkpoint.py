@@ -596,9 +596,7 @@ def test_max_failed_saves_is_the_number_that_ends_training(tmp_path: Path, numbe
 
     one.backend.before_save = fail
     assert [one.save(step) for step in range(1, number)] == [None] * (number - 1)
-    with pytest.raises(
-        TrainingError, match=rf"{number} failed saves in a row \(max_failed_saves\): {fix}, and run"
-    ):
+    with pytest.raises(TrainingError, match=rf"{number} failed saves in a row \(max_failed_saves\): {fix}, and run"):
         one.save(number)
 
 
