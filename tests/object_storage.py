@@ -44,6 +44,8 @@ class S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._serve_connection, self._server.process_request_thread = self._server.process_request_thread, self._serve
+        self._num_served = 0  # connections that are being served
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._lock = threading.Lock()
         self.faults: list[Fault] = []
@@ -76,6 +78,14 @@ class S3Server:
         for name in list(self.objects()):
             self.remove(name)
 
+    def wait_for_clients(self) -> None:
+        """Wait until no client is connected. What a killed client has sent before is still answered."""
+        idle_since = time.monotonic()
+        while time.monotonic() < idle_since + 0.2:
+            time.sleep(0.02)
+            with self._lock:
+                idle_since = time.monotonic() if self._num_served else idle_since
+
     @property
     def env(self) -> dict[str, str]:
         port = self._server.server_port
@@ -102,6 +112,15 @@ class S3Server:
         from moto.s3.models import s3_backends
 
         return s3_backends[_ACCOUNT]["aws"]
+
+    def _serve(self, *connection: Any) -> None:
+        with self._lock:
+            self._num_served += 1
+        try:
+            self._serve_connection(*connection)
+        finally:
+            with self._lock:
+                self._num_served -= 1
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]

@@ -37,6 +37,7 @@ class Copies:
         self._directory, self._agreement, self._context = directory, agreement, agreement.context
         self._away: list[int] | None = None  # ranks that do not see the directory of the main process
         self._marker = ""  # name of the main process's file
+        self._is_closed = False
 
     def away(self) -> list[int]:
         """Return the ranks that do not see the directory of the main process."""
@@ -54,6 +55,13 @@ class Copies:
         """Remove what a rank of this node wrote into `stage`, if the node is away. No collective once `away` has been called."""
         if self._is_first_of(self._away or []):
             shutil.rmtree(stage, ignore_errors=True)
+
+    def close(self) -> None:
+        """Remove the file by which the ranks find the directory of the main process. No collective; nothing is saved after it."""
+        if self._marker and self._context.is_main_process:
+            with contextlib.suppress(OSError):
+                (self._directory / self._marker).unlink()
+        self._is_closed = True
 
     def gather(self, stage: Path) -> None:
         """Send what the nodes that are away wrote into `stage` to the `stage` of the main process."""
@@ -127,7 +135,10 @@ class Copies:
     def _look(self) -> list[int]:
         """Let the main process create a file, and return the ranks that do not see it."""
         self._marker = self._agreement.on_main(lambda: _create_marker(self._directory))
-        return self._ranks_without(self._directory / self._marker, _APPEARS_S)
+        away = self._ranks_without(self._directory / self._marker, _APPEARS_S)
+        if self._is_closed:  # it is the first look, after the end
+            self.close()
+        return away
 
     def _ranks_without(self, file: Path, seconds: float) -> list[int]:
         """Return the ranks that do not see a file of the main process within `seconds`."""

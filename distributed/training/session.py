@@ -295,7 +295,7 @@ class FitSession:
             raise raised from error
         finally:
             self._fit = None
-            fit.store.give_up()
+            fit.store.close()
             common.close()
             self.backend.unwrap()
 

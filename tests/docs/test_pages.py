@@ -78,6 +78,27 @@ ALL_COMMANDS = [
 ]
 COMMANDS = [each for each in ALL_COMMANDS if each.id not in NEEDING]
 PARSED = [each for each in ALL_COMMANDS if each.id in NEEDING]
+# Pages whose commands need only each other. The others need runs of the reader, or a Python sample of their page.
+IN_ORDER = [ROOT / "docs" / f"{name}.md" for name in ("export", "init", "report")]
+# Part of a training that cannot be a sample of one machine -> why. Other tests have the same commands with what they need.
+ELSEWHERE_ONLY = {
+    "s3://": "it needs a bucket", "--rank ": "it waits for the other command", "--num-nodes ": "it waits for other nodes",
+    "--nnodes ": "it waits for other nodes", "--address ": "it needs a cluster of Ray", "--device cuda": "it needs a GPU",
+}  # fmt: skip
+TRAININGS = [
+    each
+    for each in COMMANDS
+    if each.values[1].startswith(f"{PYTHON}.cli train ") and "--dry-run" not in each.values[1]
+    and not any(part in each.values[1] for part in ELSEWHERE_ONLY)
+]  # fmt: skip
+
+
+def prepare(page, directory):
+    """Write the files that the page names into a directory."""
+    (directory / "examples").symlink_to(ROOT / "examples")
+    for language, beside, code in blocks(page):
+        if language in ("python", "yaml") and beside:
+            (directory / beside).write_text(code)
 
 
 def test_the_commands_that_need_others_exist():
@@ -98,15 +119,45 @@ def test_python_sample_runs(page, code, run_python, tmp_path):
 def test_command_line_sample_works(page, command, run_python, tmp_path):
     """`train` is understood, which is all that can be known within a second; the others run."""
     needed(page)
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for language, beside, code in blocks(page):
-        if language in ("python", "yaml") and beside:
-            (tmp_path / beside).write_text(code)
+    prepare(page, tmp_path)
     arguments = shlex.split(command)[1:]
     if arguments[1:3] == ["distributed.cli", "train"]:
         arguments.insert(3, "--dry-run")
     done = run_python(arguments, timeout=120, cwd=tmp_path)
     assert done.returncode == 0, done.output
+
+
+def short(command):
+    """Return the arguments of Python for a command. A training ends after two updates."""
+    arguments = shlex.split(command)[1:]
+    if arguments[1:3] == ["distributed.cli", "train"] and "--max-steps" not in arguments:
+        arguments[3:3] = ["--max-steps", "2"]
+    return arguments
+
+
+@pytest.mark.docs
+@pytest.mark.full
+@pytest.mark.parametrize(("page", "command"), TRAININGS)
+def test_command_line_sample_trains(page, command, run_python, tmp_path):
+    needed(page)
+    prepare(page, tmp_path)
+    done = run_python(short(command), timeout=240, cwd=tmp_path)
+    assert done.returncode == 0 and "finished at step " in done.output, done.output
+
+
+@pytest.mark.docs
+@pytest.mark.full
+@pytest.mark.parametrize("page", IN_ORDER, ids=name_of)
+def test_commands_that_need_others_run_after_them(page, run_python, tmp_path):
+    prepare(page, tmp_path)
+    for each in ALL_COMMANDS:
+        if each.values[0] == page:
+            done = run_python(short(each.values[1]), timeout=240, cwd=tmp_path)
+            assert done.returncode == 0, f"{each.values[1]}\n{done.output}"
+
+
+def test_every_reason_for_not_training_has_a_command():
+    assert [part for part in ELSEWHERE_ONLY if not any(part in each.values[1] for each in COMMANDS)] == []
 
 
 @pytest.mark.parametrize(("page", "command"), PARSED)

@@ -275,7 +275,7 @@ def test_a_second_fit_and_an_evaluation_use_the_weights_once(run, tmp_path, monk
     distributed.load_weights(reference, run)
 
     predicted = trainer.predict(data())
-    assert torch.equal(predicted, reference.eval()(data().tensors[0]))
+    torch.testing.assert_close(predicted, reference.eval()(data().tensors[0]))  # in batches of another size
     trainer.fit(data())
     assert same_values(seen.weights, reference.state_dict())
     trained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
