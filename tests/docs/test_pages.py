@@ -83,7 +83,7 @@ IN_ORDER = [ROOT / "docs" / f"{name}.md" for name in ("export", "init", "report"
 # Part of a training that cannot be a sample of one machine -> why. Other tests have the same commands with what they need.
 ELSEWHERE_ONLY = {
     "s3://": "it needs a bucket", "--rank ": "it waits for the other command", "--num-nodes ": "it waits for other nodes",
-    "--nnodes ": "it waits for other nodes", "--address ": "it needs a cluster of Ray", "--device cuda": "it needs a GPU",
+    "--address ": "it needs a cluster of Ray",
 }  # fmt: skip
 TRAININGS = [
     each
