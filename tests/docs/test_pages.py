@@ -135,7 +135,6 @@ def short(command):
     return arguments
 
 
-@pytest.mark.docs
 @pytest.mark.full
 @pytest.mark.parametrize(("page", "command"), TRAININGS)
 def test_command_line_sample_trains(page, command, run_python, tmp_path):
@@ -145,7 +144,6 @@ def test_command_line_sample_trains(page, command, run_python, tmp_path):
     assert done.returncode == 0 and "finished at step " in done.output, done.output
 
 
-@pytest.mark.docs
 @pytest.mark.full
 @pytest.mark.parametrize("page", IN_ORDER, ids=name_of)
 def test_commands_that_need_others_run_after_them(page, run_python, tmp_path):
