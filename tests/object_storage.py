@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator

@@ -26,6 +26,9 @@ WORLDS = {
     "deepspeed-3-2": ("deepspeed", 2, ("--set", "deepspeed.zero_stage=3", "--gradient-accumulation-steps", "2")),
     "ray-fsdp-2": ("ray", 2, ("--set", "ray.engine=fsdp")),
 }  # fmt: skip
+# What DeepSpeed, which has no float64, is compared with: two processes that sum their gradients in float32 too. One process rounds in
+# another way, and Adam turns a rounded gradient near zero into a step of another sign. In float64 ddp-2 is compared with Trainer.
+IN_FLOAT32 = "ddp-2-float32"
 QUICK = ("ddp-3", "fsdp-2")
 SOME = [pytest.param(name, marks=() if name in QUICK else FULL) for name in WORLDS]
 
@@ -67,9 +70,9 @@ def ran(run_cli_once, tmp_path_factory):
 
 
 def arguments(name, out, options, *more):
-    backend, world, flags = WORLDS[name]
+    backend, world, flags = WORLDS[name.removesuffix("-float32")]
     needs_backend(backend)
-    dtype = "float32" if backend == "deepspeed" else "float64"
+    dtype = "float32" if backend == "deepspeed" or name == IN_FLOAT32 else "float64"
     return [
         "train", "--script", str(JOB), "--backend", backend, "--nproc-per-node", str(world), "--dtype", dtype, *flags,
         "--run-dir", str(out / "run"), *more, "--", str(out), json.dumps(options),
@@ -81,17 +84,14 @@ def weights(out):
 
 
 def distance(one, other):
-    """Return the largest difference in float64. In float32 return the root mean square: rounding of a gradient near zero can
-    change its sign, which Adam turns into up to twice the learning rate."""
-    differences = torch.cat([(one[name] - other[name]).flatten() for name in one])
-    return float(differences.abs().max() if differences.dtype == torch.float64 else differences.square().mean().sqrt())
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 @pytest.mark.parametrize("name", SOME)
 def test_the_weights_are_those_of_trainer_and_each_sample_counts_once(name, ran, trained):
     out = ran[name, 0.0]
     is_exact = not name.startswith("deepspeed")
-    expected = trained["float64" if is_exact else "float32"]
+    expected = trained["float64"] if is_exact else weights(ran[IN_FLOAT32, 0.0])
     assert distance(weights(out), expected) < (EXACT if is_exact else ROUNDING)
     for rank in range(WORLDS[name][1]):
         assert json.loads((out / f"gathered-{rank}.json").read_text()) == [0, list(range(13))]

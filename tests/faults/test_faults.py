@@ -73,9 +73,8 @@ FAULTS = (
     Fault("disk-full", 0, ("finished at step 8", "1 failed, last step-00000004: No space left on device; later ones succeeded")),
     Fault("disk-stays-full", 1, ("failed", "No space left on device", "free disk space, and run again with --resume", "3 failed, last step-")),
     Fault("checkpoints-deleted", 0, ("finished at step 8",)),
-    # torch raises it from a signal handler, wherever the rank is at that time
     Fault("loader-killed", 1, ("failed", "rank 1 failed with RuntimeError: DataLoader worker (pid", "rank 1, step",
-                               "job.py, line", "A loader worker was killed, usually because memory ran out.")),
+                               "line {trainer.fit(data)},", "A loader worker was killed, usually because memory ran out.")),
     Fault("nan", 1, ("failed in step 3", "the loss is nan on rank 1 for samples 17, 19, 21, 23 of the data set; not finite in the data: 17",
                      "rank 1, step 3 (training)")),
     Fault("bad-sample", 1, ("rank 1 failed with ValueError: sample 17 cannot be read", "rank 1, step 3 (reading data)", "line {cannot be read},")),

@@ -275,7 +275,8 @@ def test_a_second_fit_and_an_evaluation_use_the_weights_once(run, tmp_path, monk
     distributed.load_weights(reference, run)
 
     predicted = trainer.predict(data())
-    torch.testing.assert_close(predicted, reference.eval()(data().tensors[0]))  # in batches of another size
+    batches = data().tensors[0].split(BASE["batch_size"])  # a batch of another size may round in another way
+    assert torch.equal(predicted, torch.cat([reference.eval()(batch) for batch in batches]))
     trainer.fit(data())
     assert same_values(seen.weights, reference.state_dict())
     trained = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
