@@ -45,8 +45,10 @@ class S3Server:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._app = DomainDispatcherApplication(create_backend_app)
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
-        self._serve_connection, self._server.process_request_thread = self._server.process_request_thread, self._serve
-        self._num_served = 0  # connections that are being served
+        self._accept, self._server.process_request = self._server.process_request, self._count
+        self._close, self._server.shutdown_request = self._server.shutdown_request, self._count_off
+        self._num_clients = 0
+        self._has_left = threading.Condition()
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._lock = threading.Lock()
         self.faults: list[Fault] = []
@@ -81,11 +83,14 @@ class S3Server:
 
     def wait_for_clients(self) -> None:
         """Wait until no client is connected. What a killed client has sent before is still answered."""
-        idle_since = time.monotonic()
-        while time.monotonic() < idle_since + 0.2:
-            time.sleep(0.02)
-            with self._lock:
-                idle_since = time.monotonic() if self._num_served else idle_since
+        # Connections are accepted in their order, so all earlier ones are counted when this one has an answer.
+        with socket.create_connection(("127.0.0.1", self._server.server_port), timeout=60) as last:
+            last.sendall(b"HEAD / HTTP/1.0\r\n\r\n")
+            last.recv(1)
+        with self._has_left:
+            assert self._has_left.wait_for(lambda: not self._num_clients, 60), (
+                f"{self._num_clients} clients are connected"
+            )
 
     @property
     def env(self) -> dict[str, str]:
@@ -114,14 +119,16 @@ class S3Server:
 
         return s3_backends[_ACCOUNT]["aws"]
 
-    def _serve(self, *connection: Any) -> None:
-        with self._lock:
-            self._num_served += 1
-        try:
-            self._serve_connection(*connection)
-        finally:
-            with self._lock:
-                self._num_served -= 1
+    def _count(self, *connection: Any) -> None:
+        with self._has_left:
+            self._num_clients += 1
+        self._accept(*connection)
+
+    def _count_off(self, connection: Any) -> None:
+        self._close(connection)
+        with self._has_left:
+            self._num_clients -= 1
+            self._has_left.notify_all()
 
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Any:
         method, path = environ["REQUEST_METHOD"], environ["PATH_INFO"]

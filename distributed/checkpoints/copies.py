@@ -37,7 +37,6 @@ class Copies:
         self._directory, self._agreement, self._context = directory, agreement, agreement.context
         self._away: list[int] | None = None  # ranks that do not see the directory of the main process
         self._marker = ""  # name of the main process's file
-        self._is_closed = False
 
     def away(self) -> list[int]:
         """Return the ranks that do not see the directory of the main process."""
@@ -61,7 +60,6 @@ class Copies:
         if self._marker and self._context.is_main_process:
             with contextlib.suppress(OSError):
                 (self._directory / self._marker).unlink()
-        self._is_closed = True
 
     def gather(self, stage: Path) -> None:
         """Send what the nodes that are away wrote into `stage` to the `stage` of the main process."""
@@ -135,10 +133,7 @@ class Copies:
     def _look(self) -> list[int]:
         """Let the main process create a file, and return the ranks that do not see it."""
         self._marker = self._agreement.on_main(lambda: _create_marker(self._directory))
-        away = self._ranks_without(self._directory / self._marker, _APPEARS_S)
-        if self._is_closed:  # it is the first look, after the end
-            self.close()
-        return away
+        return self._ranks_without(self._directory / self._marker, _APPEARS_S)
 
     def _ranks_without(self, file: Path, seconds: float) -> list[int]:
         """Return the ranks that do not see a file of the main process within `seconds`."""

@@ -205,12 +205,15 @@ class CheckpointStore:
         self._misses = 0
         return target
 
-    def close(self) -> None:
-        """End a save in the background if there is one, because training has failed. No collective; nothing is saved after it."""
+    def give_up(self) -> None:
+        """End a save in the background because training has failed. No collective."""
         if self._background is not None and self._pending is not None:
             self._background.give_up()
             self._remove_stage(self._pending)
         self._pending = self._background = None
+
+    def close(self) -> None:
+        """Remove what only a running fit needs beside the checkpoints. No collective; nothing is saved after it."""
         self._copies.close()
 
     def _begin_in_background(

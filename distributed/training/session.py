@@ -252,17 +252,18 @@ class FitSession:
         self.backend.configure(before_update=before_update(fit.callbacks, state))
         earlier = self.files.on_main(lambda: media_at(fit.run.media, state.step))
         self.backend.logged.begin(self.context.rank, self._names_of_metrics(), takes_media=True, earlier=earlier)
-        with (
-            bound(fit.callbacks, self._context_of(fit, run)),
-            receiving(self.backend.logged),
-            self._recorded(fit, run, common),
-        ):
-            yield run
-        fit.stop_clock()
-        self._state = state
-        self._show_end(fit)
-        ending.deliver(self, fit, self._reporter)
-        ending.offer_logs(self, fit)
+        with contextlib.closing(fit.store):
+            with (
+                bound(fit.callbacks, self._context_of(fit, run)),
+                receiving(self.backend.logged),
+                self._recorded(fit, run, common),
+            ):
+                yield run
+            fit.stop_clock()
+            self._state = state
+            self._show_end(fit)
+            ending.deliver(self, fit, self._reporter)
+            ending.offer_logs(self, fit)
         self._close_loggers(fit)
         if caller.error is not None:
             raise caller.error
@@ -295,7 +296,7 @@ class FitSession:
             raise raised from error
         finally:
             self._fit = None
-            fit.store.close()
+            fit.store.give_up()
             common.close()
             self.backend.unwrap()
 

@@ -93,11 +93,11 @@ TRAININGS = [
 ]  # fmt: skip
 
 
-def prepare(page, directory):
-    """Write the files that the page names into a directory."""
+def write_files(page, directory):
+    """Write the files with Python and YAML that the page names into a directory, beside the examples."""
     (directory / "examples").symlink_to(ROOT / "examples")
     for language, beside, code in blocks(page):
-        if language in ("python", "yaml") and beside:
+        if language in ("python", "yaml") and "." in beside:
             (directory / beside).write_text(code)
 
 
@@ -119,7 +119,7 @@ def test_python_sample_runs(page, code, run_python, tmp_path):
 def test_command_line_sample_works(page, command, run_python, tmp_path):
     """`train` is understood, which is all that can be known within a second; the others run."""
     needed(page)
-    prepare(page, tmp_path)
+    write_files(page, tmp_path)
     arguments = shlex.split(command)[1:]
     if arguments[1:3] == ["distributed.cli", "train"]:
         arguments.insert(3, "--dry-run")
@@ -139,7 +139,7 @@ def short(command):
 @pytest.mark.parametrize(("page", "command"), TRAININGS)
 def test_command_line_sample_trains(page, command, run_python, tmp_path):
     needed(page)
-    prepare(page, tmp_path)
+    write_files(page, tmp_path)
     done = run_python(short(command), timeout=240, cwd=tmp_path)
     assert done.returncode == 0 and re.search(r"^(finished|stopped .*) at step ", done.stdout, re.M), done.output
 
@@ -147,7 +147,7 @@ def test_command_line_sample_trains(page, command, run_python, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("page", IN_ORDER, ids=name_of)
 def test_commands_that_need_others_run_after_them(page, run_python, tmp_path):
-    prepare(page, tmp_path)
+    write_files(page, tmp_path)
     for each in ALL_COMMANDS:
         if each.values[0] == page:
             done = run_python(short(each.values[1]), timeout=240, cwd=tmp_path)
