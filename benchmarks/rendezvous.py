@@ -1,4 +1,4 @@
-"""Measure how long the nodes of a run take to join each other, and to join again after one of them was lost.
+"""Measure how long the nodes of a run take to join each other, and to join again for the next attempt.
 
 python benchmarks/rendezvous.py [--nodes 2,16,50,100,200] [--rounds 5] [--to 1000]
 

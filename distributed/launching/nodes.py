@@ -2,7 +2,7 @@
 
 Workaround (torch 2.13, pytorch/pytorch#8664; may go when gloo chooses its address by the route to the other ranks): gloo listens at
 the address that the host name resolves to. On Debian this is a loopback address (127.0.1.1 in /etc/hosts), which no other machine can
-reach.
+reach. On a machine with several networks, the address may be in a network that the other nodes are not in.
 """
 
 from __future__ import annotations
@@ -119,11 +119,11 @@ def interface_environ(nodes: Sequence[Node], rank: int) -> dict[str, str]:
 
     Return no variables if gloo listens there anyway, if all nodes are on one machine, or if the user has set gloo's interface.
     """
-    if "GLOO_SOCKET_IFNAME" in os.environ or are_one_machine(nodes) or not nodes[rank].is_unreachable_by_name:
+    if "GLOO_SOCKET_IFNAME" in os.environ or are_one_machine(nodes):
         return {}
-    address = own_address(nodes, rank)
+    address, by_name = own_address(nodes, rank), nodes[rank].listens_at
     interface = None if address is None else interface_of(address)
-    if interface is None or interface == loopback_interface():
+    if interface in (None, loopback_interface(), None if by_name is None else interface_of(by_name)):
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface)}
 

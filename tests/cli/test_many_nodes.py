@@ -215,18 +215,25 @@ def test_nodes_without_a_shared_directory_train_as_one_machine(
     ]
 
 
-def test_a_plain_script_finds_gloo_on_machines_whose_own_names_are_loopback(
+@pytest.mark.parametrize(
+    ("leads_to", "master"), [("loopback", "node0"), pytest.param("another network", "10.99.0.1", marks=pytest.mark.cluster)]
+)
+def test_a_plain_script_finds_gloo_on_machines_whose_own_names_lead_elsewhere(
     make_machines: Callable[[int], Machines],
     start: Callable[..., Started],
+    leads_to: str,
+    master: str,
 ) -> None:
     machines = make_machines(2)
-    for home in machines.homes:
+    for number, home in enumerate(machines.homes):
         (home / "plain.py").write_text(PLAIN)
+        if leads_to == "another network":
+            machines.add_network(number)
 
     nodes = [
         start([
             *machines.on(rank), sys.executable, "-m", "distributed.cli", "train", "--script", "plain.py", "--device", "cpu", "--nproc-per-node", "1",
-            "--nnodes", "2", "--node-rank", str(rank), "--rdzv-endpoint", f"node0:{PORT}",
+            "--nnodes", "2", "--node-rank", str(rank), "--rdzv-endpoint", f"{master}:{PORT}",
         ])
         for rank in (0, 1)
     ]  # fmt: skip

@@ -86,7 +86,7 @@ def test_checkpoints_are_copied_and_another_machine_resumes_from_them(run_cli, t
     assert f"resumed from {last}: step {max(steps)}, epoch 2" in second.stdout
     saved = max(complete_checkpoints(s3.objects("mine/")))
     assert saved == max(steps) * 3 // 2 and (other / "fresh" / "result.json").exists()
-    if backend == "single":
+    if backend == "pytorch-ddp":
         commands = re.findall(r"^python -m distributed\.cli (checkpoint .*)$", PAGE, re.M)
         assert [command.split()[1] for command in commands] == ["list", "verify", "export"]
         for command in commands:

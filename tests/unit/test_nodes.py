@@ -1,4 +1,4 @@
-"""Workers of several nodes listen at the interface that leads to the others, if the host name does not lead there."""
+"""Workers of several nodes listen at the interface that leads to the others, also if the host name leads elsewhere."""
 
 from __future__ import annotations
 
@@ -44,8 +44,13 @@ def test_a_host_name_that_leads_nowhere_gives_way_to_the_interface_on_the_route(
     assert interface_environ([Node("node0", listens_at, address), SECOND], 0) == BOTH
 
 
-def test_a_host_name_that_leads_to_this_node_stays() -> None:
-    assert interface_environ([Node("node0", "192.0.2.7", "10.99.0.1"), SECOND], 0) == {}
+@pytest.mark.parametrize("listens_at", ["10.99.0.1", "10.99.0.3"])
+def test_a_host_name_that_leads_to_the_interface_on_the_route_stays(listens_at: str) -> None:
+    assert interface_environ([Node("node0", listens_at, "10.99.0.1"), SECOND], 0) == {}
+
+
+def test_a_host_name_in_another_network_gives_way_to_the_interface_on_the_route() -> None:
+    assert interface_environ([Node("node0", "192.0.2.7", "10.99.0.1"), SECOND], 0) == BOTH
 
 
 def test_the_interface_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
