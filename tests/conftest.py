@@ -14,14 +14,17 @@ process behind. Descendants are found by an environment variable, even if they m
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import importlib.util
 import os
 import re
 import resource
+import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -292,6 +295,19 @@ def poll(
         if last_look:
             pytest.fail(message())
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens, of those that the kernel gives to no connection by itself.
+
+    A port that was bound as port 0 may belong to the connection of another test before it is listened on.
+    """
+    least = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        port = 20_000 + secrets.randbelow(least - 20_000)
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
 
 
 def start_ray_node(begin: Callable[[], Started]) -> Started:

@@ -264,6 +264,7 @@ class Cluster:
             "JOB_COMPLETION_INDEX": str(index),
             "HOSTNAME": f"{self.name}-{index}",
             "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+            **{key: self._decoded(name, key) for name in self._whole_secrets for key in self._secrets[name]},
             **{each["name"]: self._value(each, index) for each in container["env"]},
         }
         given = [f"{name}={value}" for name, value in environ.items()]
@@ -279,7 +280,15 @@ class Cluster:
             assert variable["valueFrom"]["fieldRef"]["fieldPath"] == INDEX_FIELD
             return str(index)
         reference = variable["valueFrom"]["secretKeyRef"]
-        return base64.b64decode(self._secrets[reference["name"]][reference["key"]]).decode()
+        return self._decoded(reference["name"], reference["key"])
+
+    @property
+    def _whole_secrets(self) -> list[str]:
+        """The names of the Secrets whose keys all become variables."""
+        return [each["secretRef"]["name"] for each in self._container.get("envFrom", ())]
+
+    def _decoded(self, secret: str, key: str) -> str:
+        return base64.b64decode(self._secrets[secret][key]).decode()
 
 
 def _python() -> list[Path]:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import Finished, Started, poll
+from tests.conftest import Finished, Started, free_port, poll
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11 reads TOML")
 ROOT = Path(__file__).resolve().parents[2]
@@ -114,7 +113,7 @@ class Here:
 
     def __init__(self, start: Callable[..., Started], home: Path) -> None:
         self._start, self._home = start, home
-        ports = {name: _free_port() for name in ("mlflow:5000", "store:9000", "tensorboard:6006", "node0")}
+        ports = {name: free_port() for name in ("mlflow:5000", "store:9000", "tensorboard:6006", "node0")}
         self.tensorboard = f"localhost:{ports['tensorboard:6006']}"
         self.store = f"localhost:{ports['store:9000']}"
         self.mlflow = f"localhost:{ports['mlflow:5000']}"
@@ -159,11 +158,6 @@ class Here:
         place = words.index("--")
         words[place:place] = [f"--master-port={self._master_port}", "--device=cpu"]
         return self._start([program, *words], cwd=self._home, env=self._env)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def _program(name: str) -> list[str]:

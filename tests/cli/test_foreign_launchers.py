@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import socket
 import sys
 
 import pytest
@@ -13,6 +12,7 @@ import pytest
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import launch_identity
 from distributed.runs.directory import choose_run_dir, find_run_dir
+from tests.conftest import free_port
 
 SCRIPT = """
 import os, sys, torch
@@ -92,9 +92,7 @@ def test_python_on_a_plain_script_trains_in_this_process(script, start, tmp_path
 
 
 def test_a_run_directory_that_only_rank_0_looks_at_ends_all_ranks_with_one_message(script, start, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notes.txt").touch()
     command = [sys.executable, "-m", "distributed.cli", "train", "--script", str(script), "--run-dir", "run"]
@@ -167,9 +165,7 @@ sys.exit(main(sys.argv[1:]))
 def test_a_cluster_environment_of_ones_own_is_one_file_and_one_row(script, start, tmp_path):
     for name, text in (("toy_environment", TOY), ("under_toy", UNDER_TOY), ("command", COMMAND)):
         (tmp_path / f"{name}.py").write_text(text)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     world = {"TOY_TASKS": "2", "TOY_PORT": port, "TOY_JOB": "job 7", "OMP_NUM_THREADS": "1"}
 
     def run(words, **more):

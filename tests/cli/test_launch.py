@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -17,7 +16,7 @@ import pytest
 
 import distributed
 from distributed.launching.request import LaunchRequest
-from tests.conftest import ROOT, clean_environment, needs_backend, poll
+from tests.conftest import ROOT, clean_environment, free_port, needs_backend, poll
 from tests.warm import PARENT
 
 LAUNCH = str(Path(distributed.__file__).parent / "launching" / "main.py")
@@ -91,12 +90,6 @@ def train(script: Path, *more: str, processes: int = 2) -> list[str]:
         str(script.parent / "run"),
         *more,
     ]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def light(script: Path, **more: object) -> list[str]:

@@ -216,7 +216,8 @@ def test_nodes_without_a_shared_directory_train_as_one_machine(
 
 
 @pytest.mark.parametrize(
-    ("leads_to", "master"), [("loopback", "node0"), pytest.param("another network", "10.99.0.1", marks=pytest.mark.cluster)]
+    ("leads_to", "master"),
+    [("loopback", "node0"), pytest.param("another network", "10.99.0.1", marks=pytest.mark.cluster)],
 )
 def test_a_plain_script_finds_gloo_on_machines_whose_own_names_lead_elsewhere(
     make_machines: Callable[[int], Machines],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +110,13 @@ def submit(
         most: int = 2,
         script: str = SCRIPT,
         operator: Callable[[Objects], Objects] = lambda objects: objects,
+        volumes: Sequence[str] = ("--claim", "runs"),
     ) -> Submitted:
         machines = make_machines(most, are_names_loopback=False)
-        home, volume = tmp_path / "home", tmp_path / "volume"
-        home.mkdir()
-        volume.mkdir()
+        home, volume, storage = tmp_path / "home", tmp_path / "volume", tmp_path / "storage"
+        for directory in (home, volume, storage):
+            directory.mkdir()
+        storage.chmod(0o777)  # it stands for a bucket, which every pod may reach
         (home / "train.py").write_text(script)
         kubectl = FakeKubectl(tmp_path / "bin")
         monkeypatch.chdir(home)
@@ -131,11 +133,12 @@ def submit(
             "--run-dir",
             "runs/pods",
         ]
-        how = ["--image", "i", "--claim", "runs", "--working-dir", "/app", "--shm", "64Mi"]
+        how = ["--image", "i", *volumes, "--working-dir", "/app", "--shm", "64Mi"]
         assert run(["submit", "kubernetes", *flags, *how, *words]) == 0
         cluster = Cluster(
-            operator(kubectl.applied), machines, start, tmp_path / "pods", claims={"runs": volume}, image={"/app": home}
-        )
+            operator(kubectl.applied), machines, start, tmp_path / "pods", claims={"runs": volume},
+            image={"/app": home, "/storage": storage},
+        )  # fmt: skip
         return Submitted(cluster, volume)
 
     return submit
@@ -169,6 +172,26 @@ def test_the_pod_of_node_0_is_replaced_too(submit: Callable[..., Submitted], exp
     ends = sorted((pod.index, pod.code) for pod in job.cluster.pods)
     assert ends == [(0, 0), (0, 137), (1, 0), (1, 1)]  # node 1 cannot go on without the launcher of node 0
     assert "resumed from step-" in job.cluster.pod(0).output
+
+
+@pytest.mark.cluster
+def test_without_a_claim_a_new_pod_of_node_0_continues_from_the_storage(
+    submit: Callable[..., Submitted], expected: str, tmp_path: Path
+) -> None:
+    """The credentials come from a Secret of the user."""
+    key = {"AWS_SECRET_ACCESS_KEY": base64.b64encode(b"key of the bucket").decode()}
+    secret = {"kind": "Secret", "metadata": {"name": "bucket"}, "data": key}
+    flags = ["--secret", "bucket", "--checkpoint-dir", "file:///storage", "--checkpoint-every-n-steps", "5"]
+    job = submit(
+        *flags, volumes=(), most=6, script=f"import os; assert os.environ['AWS_SECRET_ACCESS_KEY'] == 'key of the bucket'\n{SCRIPT}",
+        operator=lambda objects: [secret, *objects],
+    )  # fmt: skip
+    job.cluster.wait_for(lambda: [*(tmp_path / "storage").glob("*/manifest.json")], 60)
+    job.cluster.lose(0)
+    job.cluster.finish(150)
+
+    assert job.weights == expected
+    assert "resumed from step-" in job.cluster.pod(0).output and not [*(tmp_path / "volume").iterdir()]
 
 
 @pytest.mark.cluster

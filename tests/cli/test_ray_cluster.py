@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from distributed.runs.directory import RunDirectory
-from tests.conftest import Started, clean_environment, needs_backend, poll, start_ray_node
+from tests.conftest import Started, clean_environment, free_port, needs_backend, poll, start_ray_node
 from tests.machines import Machines
 
 pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("machines of a cluster of Ray")]
@@ -114,12 +114,6 @@ except ResourceError as error:
 @pytest.fixture(autouse=True, scope="module")
 def _ray() -> None:
     needs_backend("ray")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def is_listening(port: int) -> bool:

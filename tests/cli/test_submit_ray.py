@@ -18,8 +18,8 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher.submit import ray_jobs
-from tests.cli.test_ray_cluster import COMMAND, OPEN, RAY, free_port, weights_of
-from tests.conftest import Started, clean_environment, needs_backend, needs_library, poll
+from tests.cli.test_ray_cluster import COMMAND, OPEN, RAY, weights_of
+from tests.conftest import Started, clean_environment, free_port, needs_backend, needs_library, poll
 
 pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("a cluster of Ray")]
 SUBMIT = ("submit", "ray", "--script", "train.py")

@@ -30,6 +30,11 @@ from distributed.callbacks import Callback
 class Wait(Callback):
     def on_step_end(self, state, result):
         time.sleep(0.5 if os.path.exists("slow") else 0.01)
+        try:
+            os.remove("kill")
+        except FileNotFoundError:
+            return
+        os.kill(os.getpid(), 9)
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(320, 4, dtype=torch.float64), torch.randn(320, 1, dtype=torch.float64))
@@ -81,6 +86,14 @@ class Cluster:
     def output(self, number: str) -> str:
         """Return what the job has printed."""
         return "".join(file.read_text() for file in own_slurm.output_files(number, self.run_dir / "job"))
+
+    def wait_for_tasks(self, *tasks: str) -> None:
+        """Wait until the runs of these tasks of an array have ended."""
+        results = [self.run_dir / task / "result.json" for task in tasks]
+        poll(
+            lambda: all(path.exists() and '"running"' not in path.read_text() for path in results), 120,
+            lambda: self.slurm.run("squeue", "--states=all"),
+        )  # fmt: skip
 
     def weights(self, number: str, seconds: float = 120) -> str:
         """Wait for the end of the job and return the weights that it printed."""
@@ -156,14 +169,25 @@ def test_a_job_whose_node_dies_is_queued_again_and_goes_on_bit_for_bit(cluster: 
 
 
 @pytest.mark.cluster
-def test_stop_saves_and_does_not_queue_again_and_the_file_continues(cluster: Cluster, expected: str) -> None:
+def test_a_killed_process_starts_again_within_the_job_and_stop_saves_and_the_file_continues(
+    cluster: Cluster, expected: str
+) -> None:
+    """A job that was stopped is not queued again."""
     (cluster.home / "slow").touch()
     number = cluster.job()
-    poll(
-        lambda: "started" in "".join(each.read_text() for each in cluster.run_dir.glob("events.jsonl")),
-        60,
-        lambda: cluster.output(number),
-    )
+
+    def wait_for_start(count: int) -> None:
+        events = cluster.run_dir / "events.jsonl"
+        poll(
+            lambda: events.exists() and events.read_text().count('"event": "started"') == count, 60,
+            lambda: cluster.output(number),
+        )  # fmt: skip
+
+    wait_for_start(1)
+    (cluster.home / "kill").touch()
+    wait_for_start(2)
+    assert "was killed by signal 9 (SIGKILL): restarting (1 of 3)" in cluster.output(number)
+    assert cluster.slurm.run("squeue", "--noheader", "--format=%i %T") == f"{number} RUNNING"
 
     assert cluster.submit("stop", "shared run").returncode == 0
     cluster.slurm.wait_for(number, "FAILED", seconds=60)
@@ -191,16 +215,22 @@ def test_a_grid_is_an_array_of_runs(cluster: Cluster) -> None:
     )
     assert re.match(r"job \d+ was submitted\n", done.stdout), done.output
 
-    results = [cluster.run_dir / task / "result.json" for task in ("0", "1")]
-    poll(
-        lambda: all(path.exists() and '"running"' not in path.read_text() for path in results),
-        120,
-        lambda: cluster.slurm.run("squeue", "--states=all"),
-    )
+    cluster.wait_for_tasks("0", "1")
     configs = [(cluster.run_dir / task / "config.yaml").read_text() for task in ("0", "1")]
     assert [re.search(r"^learning_rate: (\S+)", text, re.M)[1] for text in configs] == ["0.1", "0.01"]
     listed = cluster.submit("status", "shared run").stdout
     assert len(re.findall(r"^\d +finished +single +1x1 +8 ", listed, re.M)) == 2, listed
+
+
+@pytest.mark.cluster
+def test_each_task_of_an_array_has_a_run_of_its_own(cluster: Cluster) -> None:
+    flags = ["--script", "train.py", "--device", "cpu", "--run-dir", "shared run", "--max-steps", "8"]
+    done = cluster.submit("slurm", *flags, "--array", "0-1")
+    assert re.match(r"job \d+ was submitted\n", done.stdout), done.output
+    cluster.wait_for_tasks("0", "1")
+
+    shown = cluster.submit("status", "shared run").stdout
+    assert len(re.findall(r"^\d +finished +single +1x1 +8 ", shown, re.M)) == 2, shown
 
 
 @pytest.mark.cluster

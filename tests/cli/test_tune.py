@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import sqlite3
 import sys
 import tempfile
@@ -15,7 +14,7 @@ import pytest
 import yaml
 
 from tests import event_files
-from tests.conftest import Started, clean_environment, needs_backend
+from tests.conftest import Started, clean_environment, free_port, needs_backend
 
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
 CLI = [sys.executable, "-m", "distributed.cli"]
@@ -60,8 +59,7 @@ def place(tmp_path):
 def cluster(tmp_path_factory):
     """The address of an existing cluster of two CPUs."""
     needs_backend("ray")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+    port = free_port()
     with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
         head = Started([
             str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false",

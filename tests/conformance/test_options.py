@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
-import socket
 import types
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdict, Verdicts
 from tests.conformance.jobs import options as job
 from tests.conformance.jobs.recording import distance, read
+from tests.conftest import free_port
 
 HERE = Path(__file__).parent
 UPDATES = 8  # number of updates in two epochs
@@ -453,9 +453,7 @@ def test_without_verbose_only_warnings_are_shown(run_cli, tmp_path):
 
 
 def test_nodes_that_do_not_come_are_waited_for_no_longer_than_start_timeout(run_cli, tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    where = ["--num-nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    where = ["--num-nodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command = ["train", "--script", str(HERE / "jobs" / "failures.py"), "--run-dir", str(tmp_path / "run"), *where]
     done = run_cli([*command, "--nproc-per-node", "1", "--set", "start_timeout=1", "--", "no-data", str(tmp_path)])
     assert done.returncode == 1 and done.seconds < 30, done.output  # the default is 600 s

@@ -17,7 +17,7 @@ import pytest
 
 from tests.conformance import test_whole_model as whole_model
 from tests.conformance.runs import arguments, assert_same, digests, events, newest
-from tests.conftest import Started, clean_environment, needs_backend, poll
+from tests.conftest import Started, clean_environment, free_port, needs_backend, poll
 
 JOBS = Path(__file__).parent / "jobs" / "ray"
 CLI = [sys.executable, "-m", "distributed.cli"]
@@ -58,11 +58,6 @@ def cluster(tmp_path_factory):
             yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}", failing
         finally:
             head.kill()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def listens(port):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.conformance.runs import FULL, arguments, assert_same, digests, events, newest, samples
-from tests.conftest import needs_backend
+from tests.conftest import free_port, needs_backend
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(1400)
@@ -365,17 +364,9 @@ def cluster(ports, index):
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
 
 
-def free_ports():
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.socket()) for _ in range(2)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def started_by_hand(start, out, *more):
+def started_by_hand(start, out, *more, second_port=None):
     """Start two workers of a cluster that TF_CONFIG describes, as another launcher does."""
-    ports = free_ports()
+    ports = [free_port(), second_port or free_port()]
     train = [sys.executable, "-m", "distributed.cli", *command(out, *more)]
     del train[train.index("--nproc-per-node") : train.index("--nproc-per-node") + 2]
     return [start(train, env={"TF_CONFIG": cluster(ports, index)}) for index in range(2)]
@@ -398,6 +389,20 @@ def test_in_a_given_cluster_a_lost_worker_is_named_within_seconds(start, tmp_pat
     assert done.stderr.splitlines()[-1].startswith("ConnectionResetError: lost the connection to worker 1: "), (
         done.output
     )
+
+
+@pytest.mark.full
+def test_a_port_of_a_given_cluster_that_is_taken_is_named(start, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        _, second = started_by_hand(start, tmp_path, second_port=port)
+        done = second.finish(120)
+
+    own = f"127.0.0.1:{port}"
+    said = (
+        f"Could not start gRPC server: another program may use the port of {own}, which TF_CONFIG names for this worker"
+    )
+    assert done.returncode == 3 and done.stderr.splitlines()[-1].endswith(said), done.output
 
 
 def test_fit_in_a_plain_script_starts_the_workers_and_takes_the_weights_back(run_python, tmp_path):

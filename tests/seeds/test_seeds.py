@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.runs import FULL
-from tests.conftest import Started, clean_environment, needs_backend
+from tests.conftest import Started, clean_environment, free_port, needs_backend
 from tests.seeds import changes
 
 HERE = Path(__file__).parent
@@ -25,15 +24,9 @@ BIN = Path(sys.executable).parent
 pytestmark = pytest.mark.timeout(600)
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def environment(**more: str) -> dict[str, str]:
     """Where a shell sample finds `python`, and a port that is free; one thread for each process, as launchers set it."""
-    return {"PATH": f"{BIN}:{os.environ['PATH']}", "PORT": free_port(), "OMP_NUM_THREADS": "1", **more}
+    return {"PATH": f"{BIN}:{os.environ['PATH']}", "PORT": str(free_port()), "OMP_NUM_THREADS": "1", **more}
 
 
 @pytest.fixture

@@ -325,6 +325,26 @@ def test_backends_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, 
     assert ("MISSED" in capsys.readouterr().out) == (code == 1)
 
 
+def test_rendezvous_times_every_number_of_nodes(run_python, tmp_path):
+    flags = ["--nodes", "2,4,8", "--rounds", "1", "--to", "16"]
+    done = run_python([str(BENCHMARKS / "rendezvous.py"), *flags], timeout=60, cwd=tmp_path)
+
+    assert done.returncode == 0, done.output  # the links of 16 processes joined within two seconds
+    rows = rows_of(done.stdout)
+    assert {"16 processes", "2", "4", "8", "16 (estimated)"} <= rows.keys()
+    assert all(float(cell) >= 0 for name in ("2", "4", "8") for cell in rows[name]), done.output
+
+
+@pytest.mark.cluster
+def test_nodes_times_a_killed_worker_and_a_replaced_node(run_python, tmp_path):
+    done = run_python([str(BENCHMARKS / "nodes.py"), "--rounds", "1"], timeout=200, cwd=tmp_path)
+
+    rows = rows_of(done.stdout)
+    found = [float(rows[name][1]) for name in rows if ": s " in name]
+    assert len(found) == 3 and min(found) > 0, done.output
+    assert done.returncode == (1 if any(float(rows[n][1]) > float(rows[n][0]) for n in rows if ": s " in n) else 0)
+
+
 @pytest.mark.parametrize(
     ("name", "changed", "is_good"),
     [

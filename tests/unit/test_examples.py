@@ -8,7 +8,6 @@ import os
 import re
 import runpy
 import secrets
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from distributed import load_weights
-from tests.conftest import patient, poll
+from tests.conftest import free_port, patient, poll
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY_GPT = ["--hidden-size", "32", "--attention-heads", "2", "--layers", "2", "--max-seq-length", "32"]
@@ -62,9 +61,7 @@ def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
     model, (_, held_out) = module["net"]().eval(), module["digits"]()
     checkpoint = load_weights(model, tmp_path / "base").source.name
     images, _ = held_out[:5]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    url = f"http://127.0.0.1:{free_port()}/"
     command = [sys.executable, str(EXAMPLES / "serve.py"), "base", "--port", url.rpartition(":")[2].strip("/")]
     environ = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "RAY_USAGE_STATS_ENABLED": "0"}
     environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

@@ -19,15 +19,9 @@ from distributed.launching.node_link import NodesEndedError, Round
 from distributed.launching.rendezvous import ManyNodes, OneNode, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.runs.directory import RunDirectory
+from tests.conftest import free_port
 
 SECRET = "0123456789abcdef" * 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def requests(count: int, **more: Any) -> list[LaunchRequest]:

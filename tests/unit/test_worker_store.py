@@ -15,6 +15,7 @@ import torch.distributed as dist
 from distributed.backends._torch import worker_store
 from distributed.launching import exposure
 from distributed.launching.request import LaunchRequest
+from tests.conftest import free_port
 from tests.unit.test_listening import OWN_ADDRESS, needs_own_address
 
 _S = timedelta(seconds=20)
@@ -27,8 +28,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     for method in ("env", "tcp"):
         monkeypatch.setitem(handlers, method, handlers[method])
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        free = probe.getsockname()[1]
+    free = free_port()
     place = {
         "RANK": "0",
         "WORLD_SIZE": "1",

@@ -194,7 +194,12 @@ def _strategy() -> Any:
         try:
             return tf.distribute.MultiWorkerMirroredStrategy()
         except (tf.errors.OpError, RuntimeError) as error:
-            raise ResourceError(f"TensorFlow's workers did not find each other: {str(error).splitlines()[0]}") from None
+            why = str(error).splitlines()[0]
+            if "Could not start gRPC server" in why:
+                task = json.loads(os.environ["TF_CONFIG"])
+                own = task["cluster"]["worker"][task["task"]["index"]]
+                why += f": another program may use the port of {own}, which TF_CONFIG names for this worker"
+            raise ResourceError(f"TensorFlow's workers did not find each other: {why}") from None
 
 
 @contextlib.contextmanager
