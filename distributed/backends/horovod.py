@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends._horovod.rules import NEEDS, REFUSES, HorovodOptions, check_job
+from distributed.backends._horovod.rules import NEEDS, REFUSES, REFUSES_CALLBACKS, HorovodOptions, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._torch.observer import TorchObserver
 from distributed.backends._torch.wrapper import Wrapper
@@ -45,6 +45,7 @@ class HorovodBackend(TorchBackend[HorovodOptions]):
     other_keras: ClassVar[str] = "horovod.keras_backend=tensorflow"
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = NEEDS
     refuses: ClassVar[Refusals] = REFUSES
+    refuses_callbacks: ClassVar[Refusals] = REFUSES_CALLBACKS
 
     def __init__(self, merged: MergedConfig, options: HorovodOptions, plan: ProcessPlan) -> None:
         super().__init__(merged, options, plan)

@@ -6,11 +6,16 @@ import socket
 
 import pytest
 
-from distributed.backends.capabilities import NO_SETTINGS, SEVERAL, all_capabilities, settings_for_all
+from distributed import Callback, ConfigError, callbacks
+from distributed.backends import make_backend
+from distributed.backends.base import check_callbacks
+from distributed.backends.capabilities import SEVERAL, all_capabilities, settings_for_all
 from distributed.cli.__main__ import main
 from distributed.config.fields import rules
+from distributed.config.merging import Overrides, merge
+from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
-from distributed.config.settings import DistributedConfig, group_options
+from distributed.config.settings import DistributedConfig, canonical, group_options
 from distributed.testing.faults import refused_value
 from tests.conftest import needs_backend
 
@@ -66,6 +71,17 @@ CONDITIONS |= {
         "optimizer=muon",
     )
 }  # fmt: skip
+# The same for what callbacks need. The values are settings.
+OF_CALLBACKS = {
+    **{
+        ("deepspeed", need, "with zero_stage above 0"): ({"deepspeed.zero_stage": 1}, {"deepspeed.zero_stage": 0})
+        for need in (callbacks.GRADIENTS, callbacks.AVERAGED_WEIGHTS)
+    },
+    **{
+        ("horovod", need, ON_TENSORFLOW): ({"horovod.keras_backend": "tensorflow"}, {"horovod.keras_backend": "torch"})
+        for need in callbacks.NEEDS
+    },
+}
 
 
 @pytest.fixture
@@ -160,9 +176,8 @@ def test_every_condition_is_tried():
         for found in BACKENDS.values()
         for key, several in found.conditions.items()
         for each in several
-        if key not in NO_SETTINGS
     }
-    assert declared == set(CONDITIONS)
+    assert declared == {*CONDITIONS, *OF_CALLBACKS}
 
 
 def another(name):
@@ -182,3 +197,40 @@ def test_a_condition_is_what_refuses(ask, condition):
 
     code, said = ask(backend, setting, *does_not.split(","))
     assert code == 0, said
+
+
+class Needs(Callback):
+    def __init__(self, need):
+        self.needs = (need,)
+
+
+def said_of(backend, need, settings):
+    """Return what is said of a callback with this need, "" if it is accepted."""
+    needs_backend(backend)
+    given, _ = canonical({"backend": backend, "device": "cpu", **settings})
+    made = make_backend(merge(Overrides(), given), ProcessPlan(1, 1, "cpu", backend))
+    try:
+        check_callbacks(made, [Needs(need)])
+    except ConfigError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_need_of_a_callback_is_what_happens(backend):
+    found = BACKENDS[backend]
+    certain = [need for need in callbacks.NEEDS if not found.conditions_of(need)]  # the others: below, with and without
+    for need in certain:
+        said, why = said_of(backend, need, {}), found.refuses.get(need)
+        assert said == (f"Needs needs {need}, which backend={backend!r} does not have: {why}" if why else "")
+
+
+@pytest.mark.parametrize("condition", OF_CALLBACKS, ids=lambda each: "-".join(each[:2]))
+def test_a_condition_is_what_refuses_a_callback(condition):
+    backend, need, when = condition
+    holds, does_not = OF_CALLBACKS[condition]
+    (reason,) = [each.reason for each in BACKENDS[backend].conditions[need] if each.when == when]
+    assert (
+        said_of(backend, need, holds) == f"Needs needs {need}, which backend={backend!r} does not have {when}: {reason}"
+    )
+    assert said_of(backend, need, does_not) == ""

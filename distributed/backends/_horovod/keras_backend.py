@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from distributed.backends._horovod.rules import NEEDS, REFUSES, check_job
+from distributed.backends._horovod.rules import NEEDS, REFUSES, REFUSES_CALLBACKS, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.observer import TensorFlowObserver
@@ -34,6 +34,7 @@ class HorovodKerasBackend(TensorFlowBackend):
     """Run the TensorFlow step. Horovod sums over the ranks."""
 
     refuses: ClassVar[Refusals] = REFUSES
+    refuses_callbacks: ClassVar[Refusals] = REFUSES_CALLBACKS
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = NEEDS
     _words: ClassVar[str] = f"{CHOICE}='tensorflow'"
     _flags: ClassVar[str] = f"--backend horovod --set {CHOICE}=tensorflow"

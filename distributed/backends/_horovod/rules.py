@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.backends._tensorflow import refusals
-from distributed.backends.base import If, Refusals
+from distributed.backends.base import Backend, If, Refusals
 from distributed.backends.effects import SEVERAL_PROCESSES, Need, Situation
 from distributed.config.fields import setting
 from distributed.errors import ConfigError
@@ -39,18 +39,16 @@ class HorovodOptions:
     )
 
 
-def _on_tensorflow() -> dict[str, tuple[If, ...]]:
-    """Return the refusals of the TensorFlow step, which apply if Keras runs on TensorFlow. Refusals of transports are
-    left out, because Horovod communicates."""
+def _on_tensorflow(refused: Refusals) -> dict[str, tuple[If, ...]]:
+    """Return the refusals of the TensorFlow step as refusals under the condition that Keras runs on TensorFlow."""
 
     def holds(own: Any) -> bool:
         return bool(own.options.keras_backend == "tensorflow")
 
     return {
         name: (If("with horovod.keras_backend='tensorflow'", holds, reason),)
-        for name, reason in refusals.REFUSES.items()
+        for name, reason in refused.items()
         if isinstance(reason, str)
-        and name not in ("communication_backend", "address", "checkpoint_async", "snapshot_every_n_steps")
     }
 
 
@@ -74,6 +72,8 @@ def check_job(job: Job) -> None:
         )
 
 
+# Refusals of the TensorFlow step that do not apply: Horovod communicates, and REFUSES has the other two for both engines.
+_NOT_WITH_HOROVOD = ("communication_backend", "address", "checkpoint_async", "snapshot_every_n_steps")
 NEEDS: Mapping[str, tuple[Need, ...]] = {
     **dict.fromkeys(("horovod.compression", "horovod.adasum", "horovod.timeline"), (SEVERAL_PROCESSES,)),
     "start_timeout": (SEVERAL_PROCESSES, _OUR_RENDEZVOUS),
@@ -103,5 +103,6 @@ REFUSES: Refusals = {
             "that is lossy: drop one of them",
         ),
     ),
-    **_on_tensorflow(),
+    **_on_tensorflow({name: refused for name, refused in refusals.REFUSES.items() if name not in _NOT_WITH_HOROVOD}),
 }
+REFUSES_CALLBACKS: Refusals = _on_tensorflow(Backend.refuses_callbacks)
