@@ -6,6 +6,8 @@ import json
 import runpy
 from pathlib import Path
 
+import numpy
+import PIL.Image
 import pytest
 from safetensors.torch import load_file
 
@@ -97,12 +99,17 @@ def test_the_optimizers_train_other_weights(alone):
     assert min(apart(one, other) for i, one in enumerate(found) for other in found[:i]) > 1e-4
 
 
-@pytest.mark.parametrize("name", WORLDS)
-def test_a_stream_that_never_ends_is_validated_within(started, alone, name):
-    one, two = (facts(out, "stream")["rows"] for out in (alone["stream", dtype_of(name)], started[name]))
+def assert_validated_within(one, two, limit):
+    """Two processes have validated after every third update and at the end, with the losses of one process."""
+    one, two = (facts(out, "stream")["rows"] for out in (one, two))
     assert [row["step"] for row in one] == [row["step"] for row in two] == [3, 6, 9, 10]
     losses, found = ([row["val_loss"] for row in rows] for rows in (one, two))
-    assert found == pytest.approx(losses, abs=allowed(name)) and len(set(losses)) == 4
+    assert found == pytest.approx(losses, abs=limit) and len(set(losses)) == 4
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_stream_that_never_ends_is_validated_within(started, alone, name):
+    assert_validated_within(alone["stream", dtype_of(name)], started[name], allowed(name))
 
 
 def seen_by_ranks(out, case):
@@ -156,9 +163,10 @@ def logged(run_dir):
 
 
 def assert_hooks(lines):
-    """Ranks 0 and 1 have logged 10 * rank + step, rank + 1 and -rank - step."""
+    """Ranks 0 and 1 have logged 10 * rank + step, also each its own, rank + 1 and -rank - step."""
     found = [tuple(line[f"hook_{kind}"] for kind in ("mean", "sum", "max")) for line in lines]
     assert [line["step"] for line in lines] == [2, 4] and found == [(6.5, 6, -1), (8.5, 6, -3)]
+    assert [[line[f"hook_own/rank_{rank}"] for rank in range(2)] for line in lines] == [[1.5, 11.5], [3.5, 13.5]]
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -188,6 +196,23 @@ def on_tensorflow(tmp_path_factory, run_cli_once):
 
 def test_logged_values_are_reduced_over_both_ranks_on_tensorflow(on_tensorflow):
     assert_hooks(logged(facts(on_tensorflow[2], "logged")["run_dir"]))
+
+
+def test_a_stream_that_never_ends_is_validated_within_on_tensorflow(on_tensorflow):
+    assert_validated_within(on_tensorflow[1], on_tensorflow[2], EXACT)
+    one, two = (load_file(on_tensorflow[world] / "stream.safetensors") for world in (1, 2))
+    assert apart(one, two) < EXACT
+
+
+def test_media_of_hooks_are_kept_on_tensorflow(on_tensorflow):
+    run = Path(facts(on_tensorflow[2], "logged")["run_dir"])
+    rows = [json.loads(line) for line in (run / "media.jsonl").read_text().splitlines()]
+    assert [(row["name"], row["kind"], row["step"], row.get("rank")) for row in rows] == [
+        ("pixels", "image", 3, None), ("note", "text", 3, 0), ("note", "text", 3, 1),
+    ]  # fmt: skip
+    image, *texts = (run / row["path"] for row in rows)
+    assert numpy.asarray(PIL.Image.open(image)).tolist() == [[0, 50, 100], [150, 200, 250]]
+    assert [text.read_text() for text in texts] == ["of 0", "of 1"]
 
 
 def test_validations_by_the_clock_are_at_the_same_steps_on_tensorflow(on_tensorflow):

@@ -35,11 +35,11 @@ class Evaluates(Callback):
     """Evaluate data after some updates."""
 
     def __init__(self, data):
-        self.data, self.found = data, []
+        self.data, self.evaluated = data, []
 
     def on_step_end(self, state, result):
         if state.step in EVALUATED_AT:
-            self.found.append(self.context.evaluate(self.data))
+            self.evaluated.append(self.context.evaluate(self.data))
 
 
 class AsksToSave(Callback):

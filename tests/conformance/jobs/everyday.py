@@ -81,7 +81,7 @@ def train(case, out, **settings):
         evaluates = Evaluates(DATA)
         trainer = Trainer(net, callbacks=[evaluates], **BASE, **OPTIMIZERS["adam"], **settings)
         history = trainer.fit(DATA)
-        seen["evaluated"] = evaluates.found
+        seen["evaluated"] = evaluates.evaluated
     elif case == "saved":
         asks = AsksToSave()
         trainer = Trainer(net, optimizer="sgd", callbacks=[asks], **{**BASE, "epochs": 10**4, **settings})

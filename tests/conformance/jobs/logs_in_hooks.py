@@ -11,3 +11,4 @@ class LogsInHooks(Callback):
         self.context.log("hook_mean", 10 * rank + state.step)
         self.context.log("hook_sum", rank + 1, reduce="sum")
         self.context.log("hook_max", -rank - state.step, reduce="max")
+        self.context.log("hook_own", 10 * rank + state.step, on_every_rank=True)
