@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -16,6 +17,12 @@ def reached(directory: str, what: str) -> None:
     path = Path(directory, what)
     path.with_suffix(".part").write_text(repr(time.time()))
     path.with_suffix(".part").rename(path)
+
+
+def stepped(directory: str, rank: int, step: int) -> None:
+    """Append the time, this process and the step that it has made to the file of its rank."""
+    with open(Path(directory, f"steps-{rank}"), "a") as file:
+        file.write(f"{time.time()!r} {os.getpid()} {step}\n")
 
 
 def pause(directory: str) -> None:

@@ -1,4 +1,4 @@
-"""Measure how long a run on two nodes stands still after a worker or a node was killed.
+"""Measure how long a run on two nodes stands still after a worker or a node was killed, or a link was cut.
 
 sudo python benchmarks/nodes.py [--rounds 5]
 
@@ -56,6 +56,7 @@ GOALS = {
     "worker killed: s to the first new step": 3.0,
     "node killed: s until it is noticed": 10.0,
     "its replacement: s to the first new step": 15.0,
+    "link cut: s until it is noticed": 10.0,
 }
 _LIMIT_S = 60.0
 
@@ -123,6 +124,14 @@ class Run:
         self._nodes[1].wait()
         return self.until(lambda: "waiting 120 s for it" in (self._directory / "out-0").read_text())
 
+    def cut_link(self) -> float:
+        """Cut the link of node 1, and return the seconds until node 0 says that node 1 is silent."""
+        self.machines.link(1, "down")
+        try:
+            return self.until(lambda: "has been silent for 10 s" in (self._directory / "out-0").read_text())
+        finally:
+            self.machines.link(1, "up")
+
     def replace_node(self) -> None:
         """Start node 1 again."""
         self._nodes[1] = self.begin(1)
@@ -148,7 +157,7 @@ def main() -> int:
                 run.kill_worker()
                 times = [run.until_new_step(), run.kill_node()]
                 run.replace_node()
-                times.append(run.until_new_step())
+                times += [run.until_new_step(), run.cut_link()]
             finally:
                 run.close()
         for each, seconds in zip(found.values(), times, strict=True):

@@ -42,7 +42,7 @@ def run_once(command: Sequence[str], env: Mapping[str, str] | None = None) -> di
                 code = process.wait(LIMIT_S)
             finally:
                 process.kill()
-                for entry in _tree(mark):  # workers that outlived the command
+                for entry in tree(mark):  # workers that outlived the command
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(int(entry.name), signal.SIGKILL)
         if code != 0:
@@ -77,7 +77,7 @@ def tree_memory(mark: str) -> dict[str, float]:
     present size.
     """
     now = above = 0
-    for entry in _tree(mark):
+    for entry in tree(mark):
         try:
             now += _kilobytes((entry / "smaps_rollup").read_text(), "Pss")
             status = (entry / "status").read_text()
@@ -87,7 +87,7 @@ def tree_memory(mark: str) -> dict[str, float]:
     return {"pss": now / 1000, "peak": (now + above) / 1000}
 
 
-def _tree(mark: str) -> Iterator[Path]:
+def tree(mark: str) -> Iterator[Path]:
     """Yield the processes that carry `mark`, as directories of /proc."""
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user

@@ -49,23 +49,47 @@ if trainer.is_main_process:
 """
 
 CODE = """
-import sys
-from multiprocessing import current_process
+import os, sys
 import torch
 from torch.utils.data import TensorDataset
 from distributed import Trainer
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(64, 4, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64))
+settings = {"loss_fn": torch.nn.functional.mse_loss, "dtype": "float64"}
+
+def new_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+
+def weights_of(model):
+    return [p.detach().numpy() for p in model.parameters()]
+"""
+KERAS_CODE = """
+import os, sys
+import keras, numpy
+from distributed import Trainer
+
+keras.utils.set_random_seed(0)
+inputs = numpy.random.default_rng(0).standard_normal((64, 4))
+data = inputs, inputs.sum(1, keepdims=True)
+settings = {"loss_fn": keras.losses.mean_squared_error, "optimizer": "adam"}
+
+def new_model():
+    return keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(1)])
+
+def weights_of(model):
+    return [numpy.asarray(each) for each in model.get_weights()]
+"""
+FITS = """
 nodes = {"num_nodes": 2, "node_rank": int(sys.argv[1]), "master_addr": "10.99.0.1", "nproc_per_node": 1} if sys.argv[1:] else {"nproc_per_node": 2}
 for number in range(2):
     trainer = Trainer(
-        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)), device="cpu",
-        loss_fn=torch.nn.functional.mse_loss, dtype="float64", epochs=2, global_batch_size=8, **nodes,
+        new_model(), device="cpu", epochs=2, global_batch_size=8, backend=os.environ["BACKEND"], checkpoint_dir=os.environ.get("CHECKPOINTS"),
+        **settings, **nodes,
     )
     for fit in range(2 - number):
         history = trainer.fit(data)
-        weights = b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()).hex()
+        weights = b"".join(each.tobytes() for each in weights_of(trainer.model)).hex()
         print("result:", history.rows[-1]["epoch"], history.rows[-1]["step"], history.rows[-1]["loss"], weights)
 """
 
@@ -246,18 +270,29 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_lead_elsewhere(
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize(
+    "backend",
+    ["pytorch-ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.full) for each in ("horovod", "tensorflow"))],
+)
 def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
-    make_machines: Callable[[int], Machines],
+    make_machines: Callable[..., Machines],
     start: Callable[..., Started],
+    tmp_path: Path,
+    backend: str,
 ) -> None:
-    machines = make_machines(2)
+    needs_backend(backend)
+    machines = make_machines(2, are_names_loopback=backend != "horovod")
     for home in machines.homes:
-        (home / "fit.py").write_text(CODE)
-    command = [sys.executable, "fit.py"]
-    alone = start([*machines.on(0), *command])
+        (home / "fit.py").write_text((KERAS_CODE if backend == "tensorflow" else CODE) + FITS)
+    command, env = [sys.executable, "fit.py"], {"BACKEND": backend}
+    if backend == "tensorflow":
+        env["KERAS_BACKEND"] = "tensorflow"
+    alone = start([*machines.on(0), *command], env=env)
 
     expected = [line for line in alone.finish(100).stdout.splitlines() if line.startswith("result:")]
-    both = [start([*machines.on(rank), *command, str(rank)]) for rank in (0, 1)]
+    if backend == "fsdp":  # each node writes a part of the weights
+        env["CHECKPOINTS"] = str(tmp_path / "shared")
+    both = [start([*machines.on(rank), *command, str(rank)], env=env) for rank in (0, 1)]
     ended = [node.finish(200) for node in both]
 
     assert len(expected) == 3
@@ -372,6 +407,36 @@ ENGINES = {
 }
 
 
+@pytest.fixture
+def begin_both(
+    make_machines: Callable[..., Machines],
+    start: Callable[..., Started],
+    run_cli: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., tuple[Job, str]]:
+    """Return a function that trains with an engine on one machine, starts the same on several, and returns that job with the weights
+    that it should have in the end. `hinder` is called with the machines before."""
+
+    def begin(backend: str, count: int, hinder: Callable[[Machines], None] = lambda _: None) -> tuple[Job, str]:
+        needs_backend(backend)
+        flags = [str(tmp_path / "shared") if each == "SHARED" else each for each in ENGINES[backend]]
+        script = KERAS if backend == "tensorflow" else SCRIPT
+        monkeypatch.setenv("DTYPE", "float32" if backend == "deepspeed" else "float64")
+        (tmp_path / "train.py").write_text(script)
+        one = [each for each in ENGINES[backend] if each not in ("--checkpoint-dir", "SHARED")]
+        alone = run_cli(
+            ["train", "--script", "train.py", "--backend", backend, "--device", "cpu", "--nproc-per-node", count, *one],
+            cwd=tmp_path,
+        )
+        machines = make_machines(count, are_names_loopback=False)
+        hinder(machines)
+        job = Job(machines, start, "--backend", backend, *flags, wait_s=0.03, script=script)
+        return job, alone.stdout.split("weights ")[1].split()[0]
+
+    return begin
+
+
 @pytest.mark.parametrize(
     ("backend", "count"),
     [
@@ -382,32 +447,13 @@ ENGINES = {
     ],
 )
 def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
-    make_machines: Callable[..., Machines],
-    start: Callable[..., Started],
-    run_cli: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    backend: str,
-    count: int,
+    begin_both: Callable[..., tuple[Job, str]], start: Callable[..., Started], tmp_path: Path, backend: str, count: int
 ) -> None:
-    needs_backend(backend)
-    flags = [str(tmp_path / "shared") if each == "SHARED" else each for each in ENGINES[backend]]
-    script = KERAS if backend == "tensorflow" else SCRIPT
-    monkeypatch.setenv("DTYPE", "float32" if backend == "deepspeed" else "float64")
-    (tmp_path / "train.py").write_text(script)
-    one = [each for each in ENGINES[backend] if each not in ("--checkpoint-dir", "SHARED")]
-    alone = run_cli(
-        ["train", "--script", "train.py", "--backend", backend, "--device", "cpu", "--nproc-per-node", count, *one],
-        cwd=tmp_path,
-    )
-
-    job = Job(
-        make_machines(count, are_names_loopback=False), start, "--backend", backend, *flags, wait_s=0.03, script=script
-    )
+    job, expected = begin_both(backend, count)
     job.until_step(40)
     os.kill(job.worker(1), signal.SIGKILL)
 
-    assert job.weights() == alone.stdout.split("weights ")[1].split()[0]
+    assert job.weights() == expected
     assert '"restarted"' in job._events()
     if backend == "fsdp":  # the logs of the other nodes came through the directory of the checkpoints
         (run,) = job.machines.homes[0].glob("runs/*")
@@ -416,6 +462,42 @@ def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
             assert (run / f"logs/node-{node}/rank-{node}.log").read_text() == own.read_text()
         assert not [*(tmp_path / "shared").glob(".logs-*"), *(tmp_path / "shared").glob(".main-*")]
         check_what_node_1_knows(job, start)
+
+
+@pytest.mark.cluster
+@pytest.mark.full
+@pytest.mark.parametrize("backend", list(ENGINES))
+def test_every_engine_takes_a_replaced_node_and_a_link_that_comes_back(
+    begin_both: Callable[..., tuple[Job, str]], backend: str
+) -> None:
+    job, expected = begin_both(backend, 2)
+    job.until_step(20)
+    os.kill(job.nodes[1].pid, signal.SIGKILL)
+    poll(lambda: "waiting 120 s for it or its replacement" in job.text(0), 20, lambda: job.text(0))
+    job.nodes[1] = job.begin(1)
+    job.until_step(50)
+    job.machines.link(1, "down")
+    time.sleep(20)
+    job.machines.link(1, "up")
+
+    assert job.weights() == expected
+    assert job._events().count('"node_joined"') == 2
+
+
+@pytest.mark.cluster
+@pytest.mark.full
+@pytest.mark.parametrize("backend", list(ENGINES))
+def test_every_engine_bears_a_bad_network(begin_both: Callable[..., tuple[Job, str]], backend: str) -> None:
+    def hinder(machines: Machines) -> None:
+        for number in (0, 1):
+            machines.lose(number, 5)
+            machines.limit(number, "2mbit")
+
+    job, expected = begin_both(backend, 2, hinder)
+
+    assert job.weights() == expected
+    hindered = [count(each) for count in (job.machines.num_lost, job.machines.num_delayed) for each in (0, 1)]
+    assert min(hindered) > 5, hindered  # packets
 
 
 @pytest.mark.parametrize(

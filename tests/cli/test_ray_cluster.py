@@ -185,12 +185,19 @@ def test_the_cluster_gives_each_process_a_gpu_and_a_gpu_that_is_not_there_is_an_
 
 
 class RayMachines:
-    """A Ray cluster over machines, whose head is the first one. Each has one CPU. `health` sets Ray's health checks."""
+    """A Ray cluster over machines, whose head is the first one. Each has one CPU, and `gpus` GPUs in Ray's bookkeeping only. `health`
+    sets Ray's health checks."""
 
     def __init__(
-        self, machines: Machines, start: Callable[..., Started], scratch: str, begun: int, health: dict[str, str]
+        self,
+        machines: Machines,
+        start: Callable[..., Started],
+        scratch: str,
+        begun: int,
+        health: dict[str, str],
+        gpus: int,
     ) -> None:
-        self.machines, self._start, self._scratch, self._health = machines, start, scratch, health
+        self.machines, self._start, self._scratch, self._health, self._gpus = machines, start, scratch, health, gpus
         self.nodes: dict[int, Started] = {}
         for number in range(begun):
             self.add(number)
@@ -202,7 +209,7 @@ class RayMachines:
         if number == 0:
             role.append(f"--temp-dir={self._scratch}")
         self.nodes[number] = start_ray_node(lambda: self._start([
-            *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", "--num-cpus=1",
+            *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", "--num-cpus=1", f"--num-gpus={self._gpus}",
             "--object-store-memory=100000000", *role,
         ], env={**OPEN, **self._health, "WAIT_S": "0.1"}))  # fmt: skip
 
@@ -214,9 +221,9 @@ class RayMachines:
                 os.kill(pid, signal.SIGKILL)
         node.process.wait()
 
-    def run(self, *words: str) -> Started:
-        """Start a command on the head's machine."""
-        return self._start([*self.machines.on(0), sys.executable, *words], env=OPEN)
+    def run(self, *words: str, machine: int = 0) -> Started:
+        """Start a command, by default on the head's machine."""
+        return self._start([*self.machines.on(machine), sys.executable, *words], env=OPEN)
 
 
 @pytest.fixture
@@ -226,8 +233,9 @@ def ray_machines(
     made: list[RayMachines] = []
     with tempfile.TemporaryDirectory(prefix="ray-") as scratch:
 
-        def make(count: int, begun: int | None = None, health: dict[str, str] = HEALTH) -> RayMachines:
-            made.append(RayMachines(make_machines(count), start, scratch, count if begun is None else begun, health))
+        def make(count: int, begun: int | None = None, health: dict[str, str] = HEALTH, gpus: int = 0) -> RayMachines:
+            begun = count if begun is None else begun
+            made.append(RayMachines(make_machines(count), start, scratch, begun, health, gpus))
             return made[-1]
 
         yield make
@@ -332,6 +340,82 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     assert done.returncode == 3 and time.monotonic() - began < 45, done.output
     last = "error: node1 left the Ray cluster, and no replacement came within node_timeout=5 s"
     assert done.stderr.splitlines()[-1] == last, done.output
+
+
+@pytest.mark.cluster
+def test_a_machine_outside_of_the_cluster_trains_on_the_gpus_of_its_nodes(
+    ray_machines: Callable[..., RayMachines],
+) -> None:
+    """The machine has no GPU and no Ray node. The script does not use the GPUs, which do not exist."""
+    cluster = ray_machines(3, begun=2, gpus=2)
+    home = cluster.machines.homes[2]
+    (home / "show.py").write_text(SHOW)
+    flags = ["--num-nodes", "2", "--gpus-per-node", "2", "--set", "ray.cpus_per_worker=0.5"]
+    train = ["-m", "distributed.cli", "train", "--script", "show.py", "--backend", "ray", *flags]
+    done = cluster.run(*train, "--address", "ray://10.99.0.1:10001", machine=2).finish(150, grace=20)
+
+    assert done.returncode == 0, done.output
+    seen = done.stdout + "".join(path.read_text() for path in home.glob("runs/*/logs/rank-*.log"))
+    places = {(rank, local) for rank, local in re.findall(r"saw (\d) (\d) 4 0,1$", seen, re.M)}
+    assert places == {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")}, seen
+    assert "nodes: 0 (node" in done.stdout
+
+
+@pytest.mark.cluster
+@pytest.mark.full
+def test_a_lost_head_ends_the_run(ray_machines: Callable[..., RayMachines]) -> None:
+    cluster = ray_machines(2)
+    home = cluster.machines.homes[1]
+    (home / "train.py").write_text(COMMAND.replace("epochs=4", "epochs=400"))
+    train = [
+        "-m",
+        "distributed.cli",
+        "train",
+        "--script",
+        "train.py",
+        "--backend",
+        "ray",
+        "--address",
+        "10.99.0.1:6399",
+    ]
+    command = cluster.run(*train, "--nproc-per-node", "2", machine=1)
+    wait_for_step(home, 5, command)
+    began = time.monotonic()
+    cluster.kill(0)
+    done = command.finish(150, grace=20)
+
+    assert done.returncode == 3 and time.monotonic() - began < 120, done.output
+    said = (
+        "error: the Ray cluster at 10.99.0.1:6399 has ended before the run, as when the head of a cluster is lost: see "
+    )
+    assert done.stderr.splitlines()[-1].startswith(said), done.output
+
+
+@pytest.mark.cluster
+@pytest.mark.full
+def test_a_plain_script_goes_on_with_the_workers_that_are_left(ray_machines: Callable[..., RayMachines]) -> None:
+    cluster = ray_machines(2)
+    home = cluster.machines.homes[0]
+    (home / "plain.py").write_text(
+        "import os, time\nsize = int(os.environ['WORLD_SIZE'])\nprint('begun with', size, flush=True)\ntime.sleep(600 * (size - 1))\n"
+    )
+    train = [
+        "-m",
+        "distributed.cli",
+        "train",
+        "--script",
+        "plain.py",
+        "--backend",
+        "ray",
+        "--address",
+        "10.99.0.1:6399",
+    ]
+    command = cluster.run(*train, "--nproc-per-node", "1:2", "--max-restarts", "0")
+    command.wait_for("begun with 2", 90)
+    cluster.kill(1)
+    done = command.finish(90, grace=20)
+
+    assert done.returncode == 0 and "begun with 1" in done.stdout, done.output
 
 
 @pytest.mark.cluster

@@ -126,7 +126,7 @@ def test_a_run_that_gets_stuck_leaves_no_process(benchmark_modules, monkeypatch)
         whole_runs.run_once([sys.executable, "-c", worker, "-c", "import time; time.sleep(60)"])
 
     deadline = time.monotonic() + 5
-    while (left := list(whole_runs._tree(marks[0].hex))) and time.monotonic() < deadline:
+    while (left := list(whole_runs.tree(marks[0].hex))) and time.monotonic() < deadline:
         time.sleep(0.01)  # killed ones are gone in a moment
     assert left == []
 
@@ -335,13 +335,24 @@ def test_rendezvous_times_every_number_of_nodes(run_python, tmp_path):
     assert all(float(cell) >= 0 for name in ("2", "4", "8") for cell in rows[name]), done.output
 
 
+@pytest.mark.full
+def test_restarts_are_timed_beside_torchruns(run_python, tmp_path):
+    flags = ["--backends", "pytorch-ddp", "--kills", "2"]
+    done = run_python([str(BENCHMARKS / "restarts.py"), *flags], timeout=400, cwd=tmp_path)
+
+    rows = rows_of(done.stdout)
+    ours, theirs = (rows[name] for name in ("pytorch-ddp", "torchrun, hand-written"))
+    assert ours[-1] == "0 of 2" and 0 < float(ours[1]) < 10, done.output
+    assert theirs[-1] != "0 of 2" or float(theirs[1]) > float(ours[1]), done.output
+
+
 @pytest.mark.cluster
 def test_nodes_times_a_killed_worker_and_a_replaced_node(run_python, tmp_path):
     done = run_python([str(BENCHMARKS / "nodes.py"), "--rounds", "1"], timeout=200, cwd=tmp_path)
 
     rows = rows_of(done.stdout)
     found = [float(rows[name][1]) for name in rows if ": s " in name]
-    assert len(found) == 3 and min(found) > 0, done.output
+    assert len(found) == 4 and min(found) > 0, done.output
     assert done.returncode == (1 if any(float(rows[n][1]) > float(rows[n][0]) for n in rows if ": s " in n) else 0)
 
 
