@@ -94,12 +94,14 @@ class Run:
     """A command that trains with two workers, until the end of the `with` block."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._directory, self._output = tempfile.TemporaryDirectory(), tempfile.TemporaryFile("w+")
-        self._mark, path = uuid.uuid4().hex, os.pathsep.join([str(HERE.parent), str(HERE)])
-        self._words = [word.replace("{directory}", self._directory.name) for word in command]
+        self._stack, self._mark = contextlib.ExitStack(), uuid.uuid4().hex
+        self._directory = self._stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+        self._output = self._stack.enter_context(tempfile.TemporaryFile("w+"))
+        path = os.pathsep.join([str(HERE.parent), str(HERE)])
+        self._words = [word.replace("{directory}", self._directory) for word in command]
         env = {**os.environ, MARK: self._mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            self._words, cwd=self._directory.name, env=env, stdout=self._output, stderr=subprocess.STDOUT
+            self._words, cwd=self._directory, env=env, stdout=self._output, stderr=subprocess.STDOUT
         )
 
     def __enter__(self) -> Run:
@@ -111,9 +113,7 @@ class Run:
         for entry in tree(self._mark):  # workers that outlived the command
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(entry.name), signal.SIGKILL)
-        self._output.close()
-        with contextlib.suppress(OSError):  # a process that was killed may still end
-            self._directory.cleanup()
+        self._stack.close()
 
     def kill(self) -> float:
         """Kill rank 1 after both ranks have made enough steps. Return the seconds to the first step of a new process of rank 0."""
@@ -129,7 +129,7 @@ class Run:
 
     def _steps(self, rank: int) -> list[list[str]]:
         """Return [time, process, step] of each step that the newest process of a rank has made."""
-        file = Path(self._directory.name, f"steps-{rank}")
+        file = Path(self._directory, f"steps-{rank}")
         rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [row for row in rows if row[1] == rows[-1][1]]
 

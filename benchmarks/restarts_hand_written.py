@@ -1,6 +1,5 @@
 """A user's own DDP script that goes on after a restart: torchrun --max-restarts 99 restarts_hand_written.py DIR."""
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -45,7 +44,7 @@ def main(directory: str) -> None:
             if rank == 0 and step % 10 == 0:
                 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
                 torch.save(state, saved.with_suffix(".tmp"))
-                os.replace(saved.with_suffix(".tmp"), saved)
+                saved.with_suffix(".tmp").replace(saved)
 
 
 if __name__ == "__main__":
