@@ -1,7 +1,7 @@
-"""Train with callbacks that the package ships, whole and cut off and resumed: callbacks.py OUT.
+"""Train with callbacks that the package ships, whole and cut off and resumed: callbacks.py OUT DTYPE.
 
 OUT gets CASE.safetensors for the cases "whole", "cut-off" and "resumed" (averaged weights) and "frozen", "frozen-cut-off" and
-"frozen-resumed", and run_dirs.json, the run directories by case.
+"frozen-resumed", and run_dirs.json, the run directories by case. The run directory of "resumed" gets remembered-RANK.json.
 """
 
 import functools
@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from distributed import Trainer
+from distributed import Callback, Trainer
 from distributed.callbacks import (
     DeviceStats,
     Freeze,
@@ -31,7 +31,7 @@ FROZEN_UNTIL, FROZEN_CUT_OFF = 5, 3
 X = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sigmoid().reshape(SAMPLES, 1, 2, 3))
 BASE = {
-    "epochs": 2, "global_batch_size": GLOBAL, "optimizer": "adam", "learning_rate": 0.05, "dtype": "float64", "device": "cpu",
+    "epochs": 2, "global_batch_size": GLOBAL, "optimizer": "adam", "learning_rate": 0.05, "device": "cpu",
     "loss_fn": mse_loss, "tensorboard": True, "seed": 3, "log_every_n_steps": 1,
 }  # fmt: skip
 
@@ -46,14 +46,38 @@ def net():
 
 def told(model, prompts):
     """Return texts that depend on all weights and on random numbers."""
-    return [f"{float(model(torch.randn(4, 6, dtype=torch.float64)).sum()):.9f}" for _ in prompts]
+    kind = next(model.parameters()).dtype
+    return [f"{float(model(torch.randn(4, 6, dtype=kind)).sum()):.9f}" for _ in prompts]
+
+
+class Remembers(Callback):
+    """Keep a tensor and an array of this rank in checkpoints, and write what a resume gives back."""
+
+    def __init__(self):
+        self.kept, self.loaded = torch.zeros(2), None
+
+    def on_step_end(self, state, result):
+        self.kept = torch.tensor([state.step, self.context.worker.rank])
+
+    def state_dict(self):
+        return {"tensor": self.kept, "array": self.kept.numpy()}
+
+    def load_state_dict(self, state):
+        self.loaded = state
+
+    def on_train_end(self, state):
+        if self.loaded is not None:
+            tensor, array = self.loaded["tensor"], self.loaded["array"]
+            found = {"device": str(tensor.device), "tensor": tensor.tolist(), "array": array.tolist()}
+            path = self.context.run_dir / f"remembered-{self.context.worker.rank}.json"
+            path.write_text(json.dumps(found | {"types": [type(each).__name__ for each in (tensor, array)]}))
 
 
 def trainer(**settings):
     callbacks = [
         WeightAveraging(0, every_n_steps=2), SampleImages(inputs=X[:2], every_n_steps=3), ModelSummary(),
         GradientHistogram(every_n_steps=4), SampleText(["sum"], generate=told, every_n_steps=2, name="told"), ThroughputAndMFU(),
-        DeviceStats(),
+        DeviceStats(), Remembers(),
     ]  # fmt: skip
     return Trainer(net, callbacks=callbacks, **BASE, **settings)
 
@@ -91,4 +115,4 @@ def train(out, **settings):
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]))
+    train(Path(sys.argv[1]), dtype=sys.argv[2])
