@@ -94,15 +94,15 @@ class Run:
     """A command that trains with two workers, until the end of the `with` block."""
 
     def __init__(self, command: Sequence[str]) -> None:
-        self._stack, self._mark = contextlib.ExitStack(), uuid.uuid4().hex
-        self._directory = self._stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        self._output = self._stack.enter_context(tempfile.TemporaryFile("w+"))
+        self._directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        self._files, self._mark = Path(self._directory.name), uuid.uuid4().hex
         path = os.pathsep.join([str(HERE.parent), str(HERE)])
-        self._words = [word.replace("{directory}", self._directory) for word in command]
+        self._words = [word.replace("{directory}", self._directory.name) for word in command]
         env = {**os.environ, MARK: self._mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            self._words, cwd=self._directory, env=env, stdout=self._output, stderr=subprocess.STDOUT
-        )
+        with (self._files / "output").open("wb") as output:
+            self._process = subprocess.Popen(
+                self._words, cwd=self._files, env=env, stdout=output, stderr=subprocess.STDOUT
+            )
 
     def __enter__(self) -> Run:
         return self
@@ -113,7 +113,7 @@ class Run:
         for entry in tree(self._mark):  # workers that outlived the command
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(entry.name), signal.SIGKILL)
-        self._stack.close()
+        self._directory.cleanup()
 
     def kill(self) -> float:
         """Kill rank 1 after both ranks have made enough steps. Return the seconds to the first step of a new process of rank 0."""
@@ -129,7 +129,7 @@ class Run:
 
     def _steps(self, rank: int) -> list[list[str]]:
         """Return [time, process, step] of each step that the newest process of a rank has made."""
-        file = Path(self._directory, f"steps-{rank}")
+        file = self._files / f"steps-{rank}"
         rows = [line.split() for line in file.read_text().splitlines()] if file.exists() else []
         return [row for row in rows if row[1] == rows[-1][1]]
 
@@ -138,8 +138,8 @@ class Run:
         deadline = time.monotonic() + HUNG_S
         while not is_true():
             if self._process.poll() is not None:
-                self._output.seek(0)
-                raise SystemExit(f"{' '.join(self._words)} ended:\n{self._output.read()[-5000:]}")
+                said = (self._files / "output").read_text()
+                raise SystemExit(f"{' '.join(self._words)} ended:\n{said[-5000:]}")
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
