@@ -32,7 +32,7 @@ def hurt(tmp_path_factory, run_cli_once):
     """Return the directory of a run that was killed twice, and its console output."""
     out = tmp_path_factory.mktemp("hurt")
     more = [*HISTOGRAMS, *PROFILE, "--tensorboard-dir", str(out / "boards")]
-    done = run_cli_once(arguments(out, [["step", 11, 0], ["step", 17, 1]], *more))
+    done = run_cli_once(arguments(out, [["step", 11, 0], ["step", 17, 1]], *more), env={"LOGGER": "1", "SHOWN": "1"})
     assert done.returncode == 0, done.output
     return out, done
 
@@ -60,6 +60,22 @@ def test_each_figure_of_a_killed_run_is_there_once(hurt, board):
     assert board.Scalars("time/communication")  # DDP measured it
 
 
+def test_a_logger_of_the_script_gets_all_that_was_in_the_queue_of_a_killed_rank(hurt):
+    """The first attempt took three calls, and was killed in the fourth one after update 11."""
+    lines = [json.loads(line) for line in (hurt[0] / "logged.jsonl").read_text().splitlines()]
+    calls = [(attempt, step, values) for attempt, step, values in lines if values]
+    first, second = ([step for attempt, step, _ in calls if attempt == number] for number in (0, 1))
+    assert len(first) == 3 and max(first) < 8 and {8, 10} <= {*second}
+    wanted = {}
+    for row in metrics(hurt[0] / "run"):
+        wanted["loss" if row["split"] == "train" else "val_loss", row["step"]] = row["loss"]
+    found = [
+        ((name, step), values[name]) for _, step, values in calls for name in ("loss", "val_loss") if name in values
+    ]
+    assert dict(found) == wanted and {*found} == {*wanted.items()}
+    assert lines[-1][:2] == [2, "finished"]
+
+
 def test_the_files_themselves_hold_nothing_twice(hurt):
     """A reader that does not handle restarts also sees each point once."""
     from distributed.loggers.event_file import _events, files_in
@@ -84,7 +100,7 @@ def test_hyperparameters_graph_and_histograms(board):
         f"{kind}/{layer}.{part}" for kind in ("weights", "gradients") for layer in (0, 3) for part in ("weight", "bias")
     )
     histograms = board.Histograms("gradients/3.weight")
-    assert [event.step for event in histograms] == [7, 14, STEPS]
+    assert [event.step for event in histograms] == [5, 7, 10, 14, 15, 20, STEPS]
     assert sum(histograms[0].histogram_value.bucket) == histograms[0].histogram_value.num == 24 * 5
 
 
@@ -111,17 +127,20 @@ def test_pieces_on_several_processes_make_the_same_histograms(tmp_path, run_cli,
     for backend, *more in (["fsdp"], ["deepspeed", "--set", "deepspeed.zero_stage=3", *PROFILE]):
         needs_backend(backend)
         flags = ["--backend", backend, *HISTOGRAMS, *more, "--epochs", "1"]
-        done = run_cli(arguments(tmp_path, [], *flags, run=backend))
+        done = run_cli(arguments(tmp_path, [], *flags, run=backend), env={"SHOWN": "1"})
         assert done.returncode == 0 and "shows no graph of the model" in done.stdout, done.output
+        assert done.stdout.count("DeviceStats logs nothing: this run uses no GPUs") == 1
         found = event_files.read(tmp_path / backend / "tensorboard")
         tags = set(found.Tags()["histograms"])
         whole = {tag for tag in board.Tags()["histograms"] if backend == "fsdp" or tag.startswith("weights/")}
         assert whole == tags
         for tag in tags:
-            one, other = (each.Histograms(tag)[0].histogram_value for each in (found, board))
-            assert one.num == other.num, (backend, tag)
-            ours, theirs = ([h.min, h.max, h.sum, h.sum_squares] for h in (one, other))
-            assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4), (backend, tag)
+            assert [event.step for event in found.Histograms(tag)] == [5, 7]
+            for ours, theirs in zip(found.Histograms(tag), board.Histograms(tag), strict=False):  # those of one epoch
+                one, other = ours.histogram_value, theirs.histogram_value
+                assert one.num == other.num, (backend, tag)
+                facts = [[each.min, each.max, each.sum, each.sum_squares] for each in (one, other)]
+                assert facts[0] == pytest.approx(facts[1], rel=1e-3, abs=1e-4), (backend, tag)
     count = (tmp_path / "deepspeed" / "profile" / "flops.txt").read_text()
     assert re.search(r"params per GPU: +437 ", count) and re.search(r"fwd MACs per GPU: +[1-9]", count), count
 
@@ -139,6 +158,7 @@ KERAS = """
 import keras, numpy
 import tensorflow as tf
 from distributed import ConfigError, Trainer
+from distributed.callbacks import DeviceStats, GradientHistogram
 draw = numpy.random.RandomState(0)
 x, y = draw.normal(size=(64, 6)).astype("float32"), draw.randint(0, 3, 64)
 shown = dict(tensorboard=True, tensorboard_histograms=True, profile=True, profile_wait=1, profile_warmup=1, profile_active=2)
@@ -151,7 +171,7 @@ def fit(**more):
     Trainer(model, backend="tensorflow", batch_size=8, epochs=2, log_every_n_steps=2, **more).fit((x, y), (x, y))
 
 fit()
-fit(**shown)
+fit(**shown, callbacks=[GradientHistogram(every_n_steps=3), DeviceStats()])
 tf.profiler.experimental.start("")
 try:
     fit(**{**shown, "tensorboard": False, "tensorboard_histograms": False})
@@ -177,6 +197,8 @@ def test_keras_on_tensorflow_has_the_same(tmp_path, run_cli):
     tags = board.Tags()["histograms"]
     assert any("weights" in tag and "first/kernel" in tag for tag in tags)
     assert any("gradients" in tag and "first/kernel" in tag for tag in tags)
+    assert all([each.step for each in board.Histograms(tag)] == [3, 6, 8, 9, 12, 15, 16] for tag in tags)
+    assert done.stdout.count("DeviceStats logs nothing: this run uses no GPUs") == 1
     assert len(list((shown / "profile" / "rank-0").rglob("*.xplane.pb"))) == 1
     told = done.stdout[done.stdout.index("profile of updates 3 to 4") :].splitlines()
     assert len([line for line in told[1:6] if " calls an update " in line]) == 5, done.stdout

@@ -7,6 +7,8 @@ FAULTS is a JSON list; the n-th is armed in the n-th attempt (those before it ar
 fsync of the attempt, "forward" in that training step. "launcher-step" and so on strike the launcher instead of the rank,
 "TERM-step" sends SIGTERM, and "loop-step" loops for ever.
 OUT gets `samples-RANK.jsonl`, for each update the samples that this rank used, and `faults.txt`, when they struck.
+With LOGGER in the environment, OUT also gets `logged.jsonl`, what a logger of the script got: [attempt, step or status, metrics]. With
+SHOWN, histograms are also written after every fifth update, and the GPUs are read.
 """
 
 import json
@@ -14,6 +16,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import ClassVar
@@ -22,21 +25,22 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distributed import Callback, Trainer
+from distributed import Callback, Logger, Trainer
+from distributed.callbacks import DeviceStats, GradientHistogram
 
 SAMPLES, FEATURES, CLASSES = 103, 12, 5
 OUT, NUM_WORKERS, FAULTS = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 DTYPE = torch.float64 if "--float64" in sys.argv else torch.float32
 SLOW = float(os.environ.get("SLOW", 0))  # seconds of each micro-batch, so that a signal arrives before the end
 RANK, MAIN, LAUNCHER = int(os.environ.get("RANK", 0)), os.getpid(), os.getppid()
+ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 class Armed:
     """Hold the fault of this attempt."""
 
     def __init__(self):
-        attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        kind, self.number, rank = FAULTS[attempt] if attempt < len(FAULTS) else ("", 0, -1)
+        kind, self.number, rank = FAULTS[ATTEMPT] if len(FAULTS) > ATTEMPT else ("", 0, -1)
         *whom, self.kind = kind.split("-")
         self.is_mine = rank == RANK
         self.to_launcher, self.loops = "launcher" in whom, "loop" in whom
@@ -95,6 +99,23 @@ class Watch(Callback):
         armed.pass_("step", state.step)
 
 
+class Lines(Logger):
+    """Write each call. The first attempt hangs in the fourth one, so that a kill finds calls in the queue."""
+
+    def open(self, run):
+        self.file, self.count = (OUT / "logged.jsonl").open("a", buffering=1), 0
+
+    def log_metrics(self, step, metrics):
+        self.count += 1
+        if ATTEMPT == 0 and self.count == 4:
+            threading.Event().wait()
+        self.file.write(json.dumps([ATTEMPT, step, metrics]) + "\n")
+
+    def close(self, status):
+        self.file.write(json.dumps([ATTEMPT, status, {}]) + "\n")
+        self.file.close()
+
+
 def step(model, batch):
     x, y, index = batch
     if model.training:
@@ -117,7 +138,8 @@ trainer = Trainer(
     scheduler=scheduler,
     training_step=step,
     gradient_clipping=0.5,
-    callbacks=[Watch()],
+    callbacks=[Watch(), *([GradientHistogram(every_n_steps=5), DeviceStats()] if "SHOWN" in os.environ else [])],
+    loggers=[Lines()] if "LOGGER" in os.environ else (),
     **json.loads(os.environ.get("SETTINGS", "{}")),
 )
 loader = DataLoader(Augmented(SAMPLES, "data"), batch_size=4, shuffle=True, num_workers=NUM_WORKERS)
