@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.conformance.runs import FULL
+
 pytestmark = pytest.mark.timeout(200)
 # Each block notes the ranks that have left it before, and those that are to be first leave it together.
 SCRIPT = """
@@ -49,9 +51,10 @@ def seen(out):
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_on_one_node_its_first_process_is_the_main_process(script, run_cli, tmp_path):
+@pytest.mark.parametrize("backend", ["pytorch-ddp", pytest.param("fsdp", marks=FULL)])
+def test_on_one_node_its_first_process_is_the_main_process(backend, script, run_cli, tmp_path):
     first = json.dumps({"local": [0], "global": [0]})
-    command = ["train", "--script", script, "--backend", "pytorch-ddp", "--nproc-per-node", "2"]
+    command = ["train", "--script", script, "--backend", backend, "--nproc-per-node", "2"]
     done = run_cli([*command, "--", str(tmp_path), first], cwd=tmp_path)
     assert done.returncode == 0, done.output
     assert seen(tmp_path) == [{"local": [], "global": []}, {"local": [0], "global": [0]}]

@@ -22,7 +22,7 @@ from distributed.loggers._mlflow import sender as sender_module
 from distributed.loggers._mlflow.database import make_whole
 from distributed.loggers._mlflow.spool import RunRecord, spool_of
 from distributed.loggers._mlflow.system import SystemSampler
-from tests.conftest import poll
+from tests.conftest import needs_backend, poll
 from tests.mlflow_server import door, mlflow_server
 
 # MLflow itself causes this warning.
@@ -210,13 +210,12 @@ def test_a_registered_model_opens_without_a_pickle(on_sqlite, monkeypatch):
         assert torch.equal(weights[name], each)
 
 
-@pytest.mark.filterwarnings("ignore:.*Any type hint is inferred:UserWarning")  # importing mlflow.pyfunc 3.17 warns
-def test_a_registered_model_runs_without_its_class(on_sqlite, monkeypatch):
+def assert_runs_without_its_class(client, store, checkpoint, monkeypatch):
+    """The registered model computes what the model of the script does with the weights of `checkpoint`."""
     import mlflow
 
-    client, runs, _ = on_sqlite
     (version,) = client.search_model_versions("name='net'")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{runs / 'mlflow.db'}")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store)
 
     model = mlflow.pyfunc.load_model(f"models:/net/{version.version}")
 
@@ -229,10 +228,33 @@ def test_a_registered_model_runs_without_its_class(on_sqlite, monkeypatch):
             return self.head(torch.relu(self.body(x)))
 
     own = Net()
-    load_weights(own, runs / "two" / "checkpoints" / "step-00000016")
+    load_weights(own, checkpoint)
     inputs = torch.randn(5, 4)
     numpy.testing.assert_allclose(model.predict(inputs.numpy()), own(inputs).detach(), rtol=1e-5, atol=1e-6)
     numpy.testing.assert_allclose(model.predict([inputs.numpy()]), own(inputs).detach(), rtol=1e-5, atol=1e-6)
+
+
+INFERRED = "ignore:.*Any type hint is inferred:UserWarning"  # importing mlflow.pyfunc 3.17 warns
+
+
+@pytest.mark.filterwarnings(INFERRED)
+def test_a_registered_model_runs_without_its_class(on_sqlite, monkeypatch):
+    client, runs, _ = on_sqlite
+    store = f"sqlite:///{runs / 'mlflow.db'}"
+    assert_runs_without_its_class(client, store, runs / "two" / "checkpoints" / "step-00000016", monkeypatch)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings(INFERRED)
+@pytest.mark.parametrize("flags", [("fsdp",), ("deepspeed", "--set", "deepspeed.zero_stage=3")], ids=" ".join)
+def test_a_registered_model_that_was_trained_in_shards_is_whole(flags, run_cli, tmp_path, monkeypatch):
+    needs_backend(flags[0])
+    run = tmp_path / "runs" / "one"
+    more = ["--backend", *flags, "--epochs", "1", "--set", "mlflow_register_model=net"]
+    done = run_cli(command(run, *more, processes=2), cwd=tmp_path)
+    assert done.returncode == 0, done.output
+    store = f"sqlite:///{tmp_path / 'runs' / 'mlflow.db'}"
+    assert_runs_without_its_class(client_of(store), store, run / "checkpoints" / "step-00000008", monkeypatch)
 
 
 @pytest.fixture(scope="module")
