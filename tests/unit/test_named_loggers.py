@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distributed import Callback, ConfigError, DistributedConfig, Logger, ResourceError, Trainer
+from distributed.callbacks import EarlyStopping
 from distributed.cli.__main__ import run
 from distributed.loggers import delivery, logged, plugins
 from distributed.loggers.csv_file import CsvFile
@@ -297,6 +298,31 @@ def test_a_logger_that_hangs_does_not_keep_the_run_from_ending(monkeypatch, caps
     delivered = json.loads((run_dir / "loggers" / "Slow.json").read_text())["delivered"]
     assert delivered < (run_dir / "loggers" / "Slow.jsonl").stat().st_size  # the rest is kept for the next attempt
     slow.may_go.set()
+
+
+def test_hooks_run_in_the_order_of_the_callbacks_then_early_stopping_then_the_loggers(monkeypatch):
+    called = []
+
+    def note(kind, hook):
+        own = getattr(kind, hook)
+
+        def noted(self, *arguments):
+            called.append((hook, kind))
+            own(self, *arguments)
+
+        monkeypatch.setattr(kind, hook, noted)
+
+    class First(Callback): ...
+
+    class Second(Callback): ...
+
+    hooks, order = ("on_train_start", "on_log", "on_train_end"), [Second, First, EarlyStopping, MetricsFile, CsvFile]
+    for kind in order:
+        for hook in hooks:
+            note(kind, hook)
+    trained(["csv"], callbacks=[Second(), First()], early_stopping_patience=5)
+    found = {hook: [kind for each, kind in called if each == hook] for hook in hooks}
+    assert found == {"on_train_start": order, "on_log": order * 3, "on_train_end": order}
 
 
 def test_what_was_logged_is_not_logged_again_after_a_resume(tmp_path, monkeypatch):
