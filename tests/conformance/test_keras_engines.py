@@ -24,9 +24,10 @@ from tests.conftest import needs_backend
 JOB = Path(__file__).parent / "jobs" / "keras_jobs" / "engines.py"
 ON_TENSORFLOW = ["horovod", "--set", "horovod.keras_backend=tensorflow"]
 SAME = ("compiled", "constants", "in-float64", "counted", "tokens", "empty-slices", "whole", "saved")
+AVERAGED = ("averaged", "averaged-resumed")  # on torch
 # name -> (processes, flags, engine whose checkpoint is resumed, cases)
 ENGINES = {
-    "single": (1, ["single"], None, (*SAME, "float32")),
+    "single": (1, ["single"], None, (*SAME, "float32", *AVERAGED)),
     "horovod-tensorflow-1": (1, ON_TENSORFLOW, "single", ("compiled", "arrived")),
     "horovod-tensorflow-2": (
         2, ON_TENSORFLOW, "single",
@@ -35,7 +36,7 @@ ENGINES = {
     "horovod-tensorflow-3": (
         3, ON_TENSORFLOW, "horovod-tensorflow-2", ("compiled", "empty-slices", "arrived", "float32", "float32-again"),
     ),
-    "horovod": (2, ["horovod"], "single", (*SAME, "arrived")),
+    "horovod": (2, ["horovod"], "single", (*SAME, "arrived", *AVERAGED)),
     "ray": (2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived")),
 }  # fmt: skip
 OTHERS = [pytest.param(name, marks=() if name == "horovod" else FULL) for name in ENGINES if name != "single"]
@@ -101,6 +102,16 @@ def test_a_checkpoint_of_another_engine_goes_on_as_if_nothing_had_happened(ran, 
     expected = ran("single")[1]
     assert distance(expected["whole"][0], ran(name)[1]["arrived"][0]) < 1e-9
     assert distance(expected["whole"][0], expected["saved"][0]) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["single", "horovod"])
+def test_averaged_weights_follow_their_formula_and_go_on_after_a_resume(ran, name):
+    whole, resumed = (ran(name)[1][case] for case in AVERAGED)
+    for rank in whole:
+        assert distance(rank, {"weights": rank["by_hand"]}) < 1e-9 < 1e-3 < distance(rank, {"weights": rank["trained"]})
+    assert [rank["weights"] for rank in resumed] == [rank["weights"] for rank in whole]
+    assert resumed[0]["row"]["val_loss"] == whole[0]["row"]["val_loss"]
+    assert distance(whole[0], ran("single")[1]["averaged"][0]) < 1e-9
 
 
 @FULL

@@ -13,6 +13,7 @@ import keras
 import numpy as np
 
 from distributed import Callback, Trainer
+from distributed.callbacks import ExponentialMovingAverage
 from distributed.testing.jobs.cases import freeze
 
 OUT, FROM = Path(sys.argv[1]), sys.argv[2]
@@ -120,6 +121,17 @@ class Kill(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class ByHand(Callback):
+    """Average the weights by the formula of `ExponentialMovingAverage(0.8)`."""
+
+    def on_train_start(self, state):
+        self.mean = np.array(weights(self.context.model))
+
+    def on_step_end(self, state, result):
+        self.trained = np.array(weights(self.context.model))
+        self.mean = 0.8 * self.mean + 0.2 * self.trained
+
+
 def weights(model):
     return [float(each) for value in model.get_weights() for each in np.ravel(value)]
 
@@ -136,6 +148,21 @@ def saved():
     trainer.fit(Samples())
     trainer.save(OUT / "at-3")
     return {"weights": weights(trainer.model)}
+
+
+def averaged(*more, **settings):
+    return train(compiled, callbacks=[ExponentialMovingAverage(0.8), *more], learning_rate=0.1, **settings)
+
+
+def averaged_by_hand():
+    by_hand = ByHand()
+    seen = averaged(by_hand)
+    return {**seen, "by_hand": by_hand.mean.tolist(), "trained": by_hand.trained.tolist()}
+
+
+def averaged_and_resumed():
+    cut_off = averaged(max_steps=3)["run_dir"]
+    return averaged(resume_from_checkpoint=str(Path(cut_off, "checkpoints", "step-00000003")))
 
 
 TRAVEL = {"gradient_clipping": 0.2, "warmup_steps": 2}
@@ -155,6 +182,8 @@ CASES = {
     "empty-slices": lambda: train(global_batch_size=2, max_steps=5),
     "whole": lambda: train(**TRAVEL),
     "saved": saved,
+    "averaged": averaged_by_hand,
+    "averaged-resumed": averaged_and_resumed,
     "float32": lambda: train(**FP32),
     "float32-again": lambda: train(**FP32),
     "arrived": lambda: train(**TRAVEL, resume_from_checkpoint=FROM),
