@@ -23,7 +23,10 @@ _REFUSED = {
     "ReduceLROnPlateau": "set scheduler, for example scheduler='cosine', or stop with early_stopping_patience",
     "LearningRateScheduler": "set scheduler, to a name or to an object of keras.optimizers.schedules",
     "TensorBoard": "set tensorboard=True",
-    "SwapEMAWeights": "pass distributed.callbacks.ExponentialMovingAverage(...)",
+    "SwapEMAWeights": (
+        "pass distributed.callbacks.ExponentialMovingAverage(...) on PyTorch's engines; on TensorFlow, set use_ema=True and"
+        " ema_overwrite_frequency in the optimizer"
+    ),
     "ProgbarLogger": "set verbose=True, which shows the progress",
     "History": "use the History that fit() returns",
     "CallbackList": "pass its callbacks as a list",

@@ -339,7 +339,7 @@ class Verdicts:
             return ""
         if cause.kind in ("signal", "hang") or self._request.restart_on_exception:
             return f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
-        return "not restarted: only kills and hangs are"
+        return "not restarted: only kills and hangs are restarted"
 
     def _restart_with_less(self, cause: Failure) -> Verdict:
         """Record that a rank ran out of memory, so that the next attempt takes smaller micro-batches, and restart."""

@@ -49,7 +49,7 @@ class Fault:
 
 _AGAIN = "restarted once, from step 2"
 _LOOPS = "time.sleep(0.01)"
-_NOT_AGAIN = "not restarted: only kills and hangs are"
+_NOT_AGAIN = "not restarted: only kills and hangs are restarted"
 FAULTS = (
     Fault("stop", 0, ("finished", "rank 1 hangs in step 3 (callbacks)", "it is stopped (SIGSTOP)", "rank 1, step 3", _AGAIN)),
     Fault("stop-and-go-on", 0, ("finished at step 8",)),
