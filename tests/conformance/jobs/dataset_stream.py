@@ -1,4 +1,4 @@
-"""Train on a stream of Hugging Face's `datasets`, and write the weights: dataset_stream.py OUT KIND [--kill STEP]
+"""Train on a stream of Hugging Face's `datasets`, and write the weights: dataset_stream.py OUT KIND [--dtype DTYPE] [--kill STEP]
 
 KIND is "table", a stream of which each rank reads its rows, "mapped", one that a function maps, or "shuffled", one that is also shuffled
 in a buffer.
@@ -41,11 +41,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("kind")
+    parser.add_argument("--dtype", default="float64")
     parser.add_argument("--kill", type=int, default=0)
     given = parser.parse_args()
     trainer = Trainer(
         lambda: torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)), training_step=step,
-        global_batch_size=GLOBAL, epochs=EPOCHS, learning_rate=0.05, dtype="float64", device="cpu", seed=3, keep_latest_k=20,
+        global_batch_size=GLOBAL, epochs=EPOCHS, learning_rate=0.05, dtype=given.dtype, device="cpu", seed=3, keep_latest_k=20,
         checkpoint_every_n_steps=4, callbacks=[Kill(given.kill, given.out / "killed")],
     )  # fmt: skip
     trainer.fit(stream(given.kind))
