@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from distributed import Trainer
 
-RANK, SLEEP_S, UPDATES = int(os.environ["RANK"]), 0.03, 75
+RANK, SLEEP_S, UPDATES = int(os.environ["RANK"]), 0.03, 150
 
 
 class Samples(Dataset):
