@@ -76,7 +76,7 @@ class Machines:
     def add_network(self, number: int) -> None:
         """Give a machine an interface that leads to no other machine, and make its host name resolve to the address there."""
         own = f"10.98.{number}.1"
-        for what in ("link add eth9 type dummy", f"addr add {own}/24 dev eth9", "link set eth9 up"):
+        for what in ("link add eth9 type bridge", f"addr add {own}/24 dev eth9", "link set eth9 up"):
             self._run([*self.on(number), "ip", *what.split()])
         hosts = (self._directory / f"hosts-{number}").read_text()
         self.write_hosts(number, re.sub(rf"^\S+ node{number}$", f"{own} node{number}", hosts, flags=re.M))
