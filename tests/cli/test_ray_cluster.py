@@ -364,8 +364,9 @@ def test_a_machine_outside_of_the_cluster_trains_on_the_gpus_of_its_nodes(
 @pytest.mark.cluster
 @pytest.mark.full
 def test_a_lost_head_ends_the_run(ray_machines: Callable[..., RayMachines]) -> None:
+    """The command is on the head's machine, and only the processes of Ray are killed."""
     cluster = ray_machines(2)
-    home = cluster.machines.homes[1]
+    home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND.replace("epochs=4", "epochs=400"))
     train = [
         "-m",
@@ -378,7 +379,7 @@ def test_a_lost_head_ends_the_run(ray_machines: Callable[..., RayMachines]) -> N
         "--address",
         "10.99.0.1:6399",
     ]
-    command = cluster.run(*train, "--nproc-per-node", "2", machine=1)
+    command = cluster.run(*train, "--nproc-per-node", "2")
     wait_for_step(home, 5, command)
     began = time.monotonic()
     cluster.kill(0)

@@ -136,6 +136,14 @@ class Cluster:
         """Return the classes of errors that Ray raises while its head does not answer. Call `connect` first."""
         return self._ray.exceptions.RayError, RuntimeError, OSError
 
+    def has_ended(self) -> bool:
+        """Return whether nobody listens any more at the address of an existing cluster."""
+        try:
+            check_address(self._address or "auto")
+        except ResourceError:
+            return True
+        return False
+
     def room(self) -> int:
         """Return how many workers could be started beside those that run, in a run whose number may change."""
         return 0 if self._placement is None else self._placement.room()

@@ -162,9 +162,12 @@ class _Launch:
                 return True
             left, seconds = left - is_failure, limit
         if news == "left" and not self._stop.signum and self._error is None:
-            how = f"{self._cluster.name} has ended before the run, as when the head of a cluster is lost"
-            self._error = ResourceError(f"{how}: see {self._run.logs / 'ray.log'}")
+            self._error = ResourceError(self._head_lost())
         return False
+
+    def _head_lost(self) -> str:
+        how = f"{self._cluster.name} has ended before the run, as when the head of a cluster is lost"
+        return f"{how}: see {self._run.logs / 'ray.log'}"
 
     def _has_lost_a_node(self) -> bool:
         """Return whether the workers of an elastic run failed because a node left the cluster.
@@ -242,9 +245,9 @@ class _Launch:
             logging.getLogger(__name__).exception("Ray failed")
             lines = [line for line in str(error).splitlines() if line.strip()]
             text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
-            on_event(
-                {"news": "failed", "error": f"Ray failed ({text}): see {self._run.logs / 'ray.log'}", "exit_code": 3}
-            )
+            failed = f"Ray failed ({text}): see {self._run.logs / 'ray.log'}"
+            shown = self._head_lost() if self._cluster.has_ended() else failed
+            on_event({"news": "failed", "error": shown, "exit_code": 3})
         finally:
             is_over.set()
             if watch.ident is not None:
