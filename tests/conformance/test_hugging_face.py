@@ -97,8 +97,15 @@ STREAMS = {
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)  # three trainings
-@pytest.mark.parametrize(("row", "kind"), [(row, kind) for row, (kinds, _) in STREAMS.items() for kind in kinds])
+@pytest.mark.parametrize(
+    ("row", "kind"),
+    [
+        # Each of the trainings under Ray starts a cluster.
+        pytest.param(row, kind, marks=[pytest.mark.timeout(600)] * row.startswith("ray"))
+        for row, (kinds, _) in STREAMS.items()
+        for kind in kinds
+    ],
+)
 def test_a_stream_of_rows_goes_on_inside_an_epoch_after_a_kill_with_the_same_bits(streamed, row, kind):
     asked = kind, "--dtype", STREAMS[row][1]
     whole, killed = streamed(row, *asked), streamed(row, *asked, "--kill", "13")
