@@ -11,7 +11,6 @@ started anew. Exits with 1 if a goal is missed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import signal
@@ -25,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import machine
-from whole_runs import HERE, MARK, tree
+from whole_runs import HERE, kill_tree, marked
 
 BACKENDS = ("pytorch-ddp", "fsdp", "horovod", "deepspeed", "ray")
 TORCHRUN = "torchrun, hand-written"
@@ -54,27 +53,9 @@ def main() -> int:
 def command_of(name: str) -> list[str]:
     """Return the command of a contestant. `{directory}` in it stands for where it writes its steps."""
     if name.startswith(TORCHRUN):
-        torchrun = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            "2",
-            "--max-restarts",
-            "999",
-        ]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "999"]  # fmt: skip
         return [*torchrun, str(HERE / "restarts_hand_written.py"), "{directory}"]
-    train = [
-        sys.executable,
-        "-m",
-        "distributed.cli",
-        "train",
-        "--script",
-        str(HERE / "restarts_trainer.py"),
-        "--backend",
-        name,
-    ]
+    train = [sys.executable, "-m", "distributed.cli", "train", "--script", str(HERE / "restarts_trainer.py"), "--backend", name]  # fmt: skip
     return [*train, "--device", "cpu", "--nproc-per-node", "2", "--max-restarts", "999", "--", "{directory}"]
 
 
@@ -96,12 +77,10 @@ class Run:
     def __init__(self, command: Sequence[str]) -> None:
         self._directory = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._files, self._mark = Path(self._directory.name), uuid.uuid4().hex
-        path = os.pathsep.join([str(HERE.parent), str(HERE)])
         self._words = [word.replace("{directory}", self._directory.name) for word in command]
-        env = {**os.environ, MARK: self._mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         with (self._files / "output").open("wb") as output:
             self._process = subprocess.Popen(
-                self._words, cwd=self._files, env=env, stdout=output, stderr=subprocess.STDOUT
+                self._words, cwd=self._files, env=marked(self._mark), stdout=output, stderr=subprocess.STDOUT
             )
 
     def __enter__(self) -> Run:
@@ -110,9 +89,7 @@ class Run:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        for entry in tree(self._mark):  # workers that outlived the command
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(entry.name), signal.SIGKILL)
+        kill_tree(self._mark)  # workers that outlived the command
         self._directory.cleanup()
 
     def kill(self) -> float:

@@ -31,8 +31,7 @@ def run_once(command: Sequence[str], env: Mapping[str, str] | None = None) -> di
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile("w+") as output:
         mark = uuid.uuid4().hex
         words = [word.replace("{directory}", directory) for word in command]
-        path = os.pathsep.join([str(HERE.parent), str(HERE)])
-        complete = {**os.environ, MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
+        complete = {**marked(mark), **(env or {})}
         begin = time.time()
         with subprocess.Popen(words, cwd=directory, env=complete, stdout=output, stderr=subprocess.STDOUT) as process:
             try:
@@ -42,9 +41,7 @@ def run_once(command: Sequence[str], env: Mapping[str, str] | None = None) -> di
                 code = process.wait(LIMIT_S)
             finally:
                 process.kill()
-                for entry in tree(mark):  # workers that outlived the command
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(entry.name), signal.SIGKILL)
+                kill_tree(mark)  # workers that outlived the command
         if code != 0:
             raise SystemExit(f"{' '.join(words)} ended with {code}:\n{_text(output)}")
         measured = Path(directory, "measured.json")
@@ -85,6 +82,19 @@ def tree_memory(mark: str) -> dict[str, float]:
         except OSError:  # the process has ended
             continue
     return {"pss": now / 1000, "peak": (now + above) / 1000}
+
+
+def marked(mark: str) -> dict[str, str]:
+    """Return the environment of a command whose processes `tree` finds."""
+    path = os.pathsep.join([str(HERE.parent), str(HERE)])
+    return {**os.environ, MARK: mark, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def kill_tree(mark: str) -> None:
+    """Kill the processes that carry `mark`."""
+    for entry in tree(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(entry.name), signal.SIGKILL)
 
 
 def tree(mark: str) -> Iterator[Path]:

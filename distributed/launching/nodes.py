@@ -123,7 +123,8 @@ def interface_environ(nodes: Sequence[Node], rank: int) -> dict[str, str]:
         return {}
     address, by_name = own_address(nodes, rank), nodes[rank].listens_at
     interface = None if address is None else interface_of(address)
-    if interface in (None, loopback_interface(), None if by_name is None else interface_of(by_name)):
+    chosen_by_gloo = None if by_name is None else interface_of(by_name)
+    if interface is None or interface in (loopback_interface(), chosen_by_gloo):
         return {}
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", interface)}
 

@@ -138,8 +138,10 @@ class Cluster:
 
     def has_ended(self) -> bool:
         """Return whether nobody listens any more at the address of an existing cluster."""
+        if self._address is None:
+            return False
         try:
-            check_address(self._address or "auto")
+            check_address(self._address)
         except ResourceError:
             return True
         return False
