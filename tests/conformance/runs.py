@@ -12,6 +12,7 @@ import pytest
 JOB = Path(__file__).parent / "jobs" / "resume.py"
 STEPS = 21  # 3 epochs of 103 samples, 16 in an update
 FULL = pytest.mark.full  # marks a parameter that only `make test-full` runs
+EXACT, ROUNDING = 1e-9, 1e-5  # largest differences in float64, and in float32
 CLOCKS = {"total_time", "train_time_s", "samples_per_second", "time"}
 
 
@@ -24,6 +25,22 @@ class OnFirstUse(dict[Any, Any]):
     def __missing__(self, key: Any) -> Any:
         self[key] = value = self._make(key)
         return value
+
+
+def dtype_of(world: str) -> str:
+    """Return the element type in which a world of the tests trains. ZeRO has no float64."""
+    return "float32" if world.startswith("zero") else "float64"
+
+
+def allowed(world: str) -> float:
+    """Return how far the weights of a world may be from those of one process."""
+    return EXACT if dtype_of(world) == "float64" else ROUNDING
+
+
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """Return the largest difference of two sets of named tensors."""
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def arguments(

@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 
 from distributed.testing import Adapter
 from tests import event_files
-from tests.conformance.runs import OnFirstUse
+from tests.conformance.runs import OnFirstUse, allowed, apart, dtype_of
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "callbacks.py"
-EXACT, ROUNDING = 1e-9, 1e-5  # in float64, and in float32
 WORLDS = {  # name -> the backend with its settings
     "fsdp": "fsdp", "pytorch-ddp": "pytorch-ddp", "horovod": "horovod", "ray": "ray[cpus_per_worker=0.5]",
     "zero-0": "deepspeed[zero_stage=0]",
@@ -57,19 +56,6 @@ def started(tmp_path_factory, run_cli_once):
         return out, done.stdout
 
     return OnFirstUse(start)
-
-
-def dtype_of(name):
-    return "float32" if name.startswith("zero") else "float64"
-
-
-def allowed(name):
-    return EXACT if dtype_of(name) == "float64" else ROUNDING
-
-
-def apart(one, other):
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def run_dir(out, case="whole"):

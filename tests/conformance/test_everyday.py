@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 
 from distributed.testing import Adapter
 from tests.conformance.jobs.asking import SAVE_AFTER
-from tests.conformance.runs import OnFirstUse
+from tests.conformance.runs import EXACT, OnFirstUse, allowed, apart, dtype_of
 from tests.conftest import needs_backend
 
 JOBS = Path(__file__).parent / "jobs"
 JOB = JOBS / "everyday.py"
-EXACT, ROUNDING = 1e-9, 1e-5  # in float64, and in float32
 ON_SHARDS = ("adam", "layer-rates")
 OPTIMIZERS = (*ON_SHARDS, "adafactor", "muon")
 WORLDS = {  # name -> the backend with its settings, and the optimizers that it takes
@@ -69,19 +68,6 @@ def started(tmp_path_factory, run_cli_once):
         return out
 
     return OnFirstUse(start)
-
-
-def dtype_of(name):
-    return "float32" if name.startswith("zero") else "float64"
-
-
-def allowed(name):
-    return EXACT if dtype_of(name) == "float64" else ROUNDING
-
-
-def apart(one, other):
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def facts(out, case):

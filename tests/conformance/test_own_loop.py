@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import distributed
-from tests.conformance.runs import FULL, OnFirstUse, newest
+from tests.conformance.runs import EXACT, FULL, ROUNDING, OnFirstUse, newest
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "own_loop.py"
 pytestmark = pytest.mark.timeout(1200)  # up to three commands of 240 s, and more on a busy machine
-EXACT, ROUNDING = 1e-9, 1e-5  # in float64, and in float32
 # Name -> backend, processes and flags.
 WORLDS = {
     "single": ("single", 1, ()), "ddp-2": ("pytorch-ddp", 2, ()), "ddp-3": ("pytorch-ddp", 3, ("--gradient-accumulation-steps", "2")),

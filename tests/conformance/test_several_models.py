@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conformance.runs import FULL, OnFirstUse
+from tests.conformance.runs import EXACT, FULL, OnFirstUse, apart
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "several.py"
@@ -20,7 +20,6 @@ WORLDS = {
     "ray-2": ("ray", 2, ()),
 }  # fmt: skip
 SOME = [pytest.param(name, marks=FULL if name in ("fsdp-3", "ray-2", "ray-fsdp-2") else ()) for name in WORLDS]
-EXACT = 1e-9
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -71,11 +70,6 @@ def source(out):
 
 def weights(out, name):
     return load_file(out / f"{name}.safetensors")
-
-
-def apart(one, other):
-    assert one.keys() == other.keys()
-    return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
 def by_hand(job):
