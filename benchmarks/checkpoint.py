@@ -1,12 +1,14 @@
 """Measure saving and resuming against the disk, the memory and torch's own checkpoints, in one run.
 
-python benchmarks/checkpoint.py [--megabytes 1024] [--processes 1|2] [--backend single|pytorch-ddp|fsdp] [--rounds 7]
+python benchmarks/checkpoint.py [--megabytes 1024] [--processes 1|2] [--backend single|pytorch-ddp|fsdp]
+                                [--device cpu|cuda] [--rounds 7]
 
 All contestants save or load the same state, the weights and the two moments of AdamW, in the same processes, in turns whose order
 rotates. Ratios are taken within a round: saves over a raw write and fsync of the same bytes, loads over reading these bytes from the page cache,
 and the time for which an asynchronous save blocks over a copy of the state into kept memory. The table shows median and quartiles.
 "again" is a second contestant that does the same as the first: its difference is noise. "extra MB" is the memory that a save takes on
-top of what the process had, on its worst rank. Exits with 1 if a goal is missed by more than the noise.
+top of what the process had, on its worst rank. With a GPU the copy goes into pinned memory, and what is read is copied to the GPU.
+Exits with 1 if a goal is missed by more than the noise.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ def main() -> int:
     parser.add_argument("--megabytes", type=float, default=1024, help="size of the state (default: %(default)s)")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="(default: %(default)s)")
     parser.add_argument("--backend", choices=("single", "pytorch-ddp", "fsdp"), default="single")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the state is (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (default: %(default)s)")
     parser.add_argument("--directory", help="where to write (default: the directory for temporary files)")
     args = parser.parse_args()
@@ -53,7 +58,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all ranks until they end and return the measurements of rank 0."""
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, contextlib.ExitStack() as stack:
         out, port = Path(directory, "result.json"), free_port()
-        asked = [args.backend, str(args.megabytes), str(args.rounds)]
+        asked = [args.backend, args.device, str(args.megabytes), str(args.rounds)]
         command = [sys.executable, str(HERE / "checkpoint_worker.py"), *asked, str(out)]
         ranks = []
         for rank in range(args.processes):

@@ -60,9 +60,12 @@ class Contest:
         """Collect the state, which exists after one update."""
         self.state = dict(self._tensors())
         self.parts = [_local(tensor) for tensor in self.state.values()]
+        self.is_on_gpu = self.parts[0].is_cuda
         is_cut = any(type(tensor).__name__ == "DTensor" for tensor in self.state.values())
         self.writes = is_cut or self.context.is_main_process
-        self.kept = [torch.empty_like(part).copy_(part) for part in self.parts]
+        self.kept = [torch.empty_like(part, device="cpu", pin_memory=self.is_on_gpu).copy_(part) for part in self.parts]
+        # What is read goes into the memory of the device.
+        self.loaded = [torch.empty_like(part) for part in self.parts] if self.is_on_gpu else self.kept
         self.num_bytes = sum(part.nbytes for part in self.parts)
         self._stored = self._raw_write()  # what `read` reads
         self._torch = self._torch_save()
@@ -94,7 +97,7 @@ class Contest:
         path = self._new()
         if self.writes:
             with path.open("wb", buffering=0) as file:
-                for part in self.parts:
+                for part in self._on_host():
                     view = memoryview(part.reshape(-1).view(torch.uint8).numpy())
                     for start in range(0, len(view), _BLOCK_BYTES):
                         file.write(view[start : start + _BLOCK_BYTES])
@@ -108,10 +111,28 @@ class Contest:
                 view = memoryview(part.reshape(-1).view(torch.uint8).numpy())
                 while len(view):
                     view = view[file.readinto(view[:_BLOCK_BYTES]) :]
+        if self.is_on_gpu:
+            self._to_device(self.kept)
 
     def _copy(self) -> None:
         for kept, part in zip(self.kept, self.parts, strict=True):
-            kept.copy_(part)
+            kept.copy_(part, non_blocking=True)
+        self.synchronize()
+
+    def _on_host(self) -> list[torch.Tensor]:
+        if self.is_on_gpu:
+            self._copy()
+        return self.kept if self.is_on_gpu else self.parts
+
+    def _to_device(self, tensors: list[torch.Tensor]) -> None:
+        for loaded, tensor in zip(self.loaded, tensors, strict=True):
+            loaded.copy_(tensor, non_blocking=True)
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """Wait until the GPU, if there is one, has done its work."""
+        if self.is_on_gpu:
+            torch.cuda.synchronize()
 
     def _store(self, directory: Path) -> CheckpointStore:
         return CheckpointStore(
@@ -146,8 +167,7 @@ class Contest:
     def _torch_load(self) -> None:
         path = self._torch if self.writes else self._torch.with_name(self._torch.name[:-1] + "0")
         loaded = torch.load(path)
-        for kept, name in zip(self.kept, self.state, strict=True):
-            kept.copy_(loaded[name])
+        self._to_device([loaded[name] for name in self.state])
 
     def _dcp_path(self) -> Path:
         path = self._new()
@@ -186,6 +206,7 @@ def turn(contest: Contest, action: Callable[[], Any]) -> dict[str, float]:
     world.barrier()
     start = time.perf_counter()
     rest = action()
+    contest.synchronize()
     world.barrier()
     seconds = time.perf_counter() - start
     if callable(rest):  # what goes on in the background
@@ -204,10 +225,10 @@ def turn(contest: Contest, action: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": max(each[0] for each in found), "extra": max(each[1] for each in found)}
 
 
-def main(backend: str, megabytes: float, rounds: int, out: Path) -> None:
+def main(backend: str, device: str, megabytes: float, rounds: int, out: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    with Session(backend=backend, verbose=False, checkpoint_frequency=None) as session:
+    with Session(backend=backend, device=device, verbose=False, checkpoint_frequency=None) as session:
         contest = Contest(session, megabytes, out.parent)
         for _ in session.epochs():
             for inputs, targets in contest.loader:
@@ -224,7 +245,7 @@ def main(backend: str, megabytes: float, rounds: int, out: Path) -> None:
                 if number >= 0:
                     runs[name].append(measured)
         about = (
-            f"{backend}: {contest.num_bytes / 1e6:.0f} MB on each of {contest.context.world_size} ranks,"
+            f"{backend} on {device}: {contest.num_bytes / 1e6:.0f} MB on each of {contest.context.world_size} ranks,"
             f" {len(contest.parts)} tensors, {rounds} rounds"
         )
         if contest.context.is_main_process:
@@ -232,4 +253,4 @@ def main(backend: str, megabytes: float, rounds: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))

@@ -155,7 +155,9 @@ def _seen(found: Why) -> str:
 
 
 def _output(problem: Problem | None) -> str:
-    return "" if problem is None or not problem.last_output else f"its last line: {problem.last_output}"
+    if problem is None or problem.last_output in problem.cause:
+        return ""
+    return f"its last line: {problem.last_output}"
 
 
 def _continue(found: Why) -> str:

@@ -18,8 +18,12 @@ from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
 
 # Worded as in docs/troubleshooting.md. A test compares them.
+_LATE = "Without CUDA_LAUNCH_BLOCKING=1, a GPU reports errors later than the line that caused them."
+_ASSERTED = "CUDA error: device-side assert"
 _TORCH_HINTS = {
     "DataLoader worker (pid": "A loader worker was killed, usually because memory ran out. Use fewer workers or a smaller prefetch_factor.",
+    _ASSERTED: f"Usually an index is out of range, such as a class label or a token. {_LATE}",
+    "CUDA error": _LATE,
     "NCCL error": "Set NCCL_DEBUG=INFO in the environment of the command: NCCL then writes the reason to RUN/logs/rank-N.log.",
     "Too many open files": "Each tensor that a loader worker sends keeps a file open. Raise the limit (ulimit -n 65536).",
 }
@@ -89,6 +93,10 @@ class BackendEntry:
     profile_environ: Mapping[str, str] = field(default_factory=dict)
     # Part of an error message of a script -> what it means, in one line.
     hints: Mapping[str, str] = field(default_factory=dict)
+    # Part of a message with which a worker ended -> environment variables with which the next attempt says more about it.
+    retry_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    # Parts of the messages of errors after which the library may abort the process while the error is being raised.
+    aborts_after: tuple[str, ...] = ()
     start_note: str = ""  # what takes long before the first output of its workers, for the line that announces them
     # "module:function" that returns whether a script joined other processes by this engine's own call. The function is
     # called even if the engine is not loaded. `joining_modules` are modules that a script imports only to join others.
@@ -148,6 +156,7 @@ REGISTRY: dict[str, BackendEntry] = {
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "one process, no communication", single_process=True, is_default=True,
             profile_environ=_TORCH_PROFILE, hints={**dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT), **_TORCH_HINTS},
+            retry_environ={_ASSERTED: {"CUDA_LAUNCH_BLOCKING": "1"}}, aborts_after=("CUDA error",),
         ),
         BackendEntry(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
@@ -321,6 +330,19 @@ def hint_of(message: str) -> str | None:
     """Return the hint for the error `message` of a script from any entry of the registry, or None if there is none."""
     hints = ((word, hint) for entry in REGISTRY.values() for word, hint in entry.hints.items())
     return next((hint for word, hint in hints if word in message), None)
+
+
+def retry_environ(message: str) -> dict[str, str]:
+    """Return the environment variables with which another attempt says more about the error `message`, from any entry of the registry."""
+    found: dict[str, str] = {}
+    for word, environ in [each for entry in REGISTRY.values() for each in entry.retry_environ.items()]:
+        found.update(environ if word in message else {})
+    return found
+
+
+def may_abort(message: str) -> bool:
+    """Return whether a library may abort the process after an error with this message, by any entry of the registry."""
+    return any(word in message for entry in REGISTRY.values() for word in entry.aborts_after)
 
 
 def pinned_backend(name: str, code: Mapping[str, Any]) -> tuple[str, str | None]:

@@ -196,7 +196,7 @@ class ForkAgent(SimpleElasticAgent):
             num_nodes=self._num_nodes, max_restarts=group.spec.max_restarts,
             run_id=group.spec.rdzv_handler.get_run_id(), error_file=error_file,
         )  # fmt: skip
-        return {**environ, **self._interface_environ(), **more}
+        return {**environ, **self._interface_environ(), **more, **self.verdicts.environ}
 
     def _interface_environ(self) -> dict[str, str]:
         return interface_environ(self._nodes, self._node_index) if self._nodes else loopback_environ()

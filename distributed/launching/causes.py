@@ -68,7 +68,8 @@ class Failure:
         if self.kind == "exception":
             return f"{rank} failed with {self.type}"
         if self.kind == "signal":
-            return f"{rank} was killed by signal {self.signum} ({signal_name(self.signum)})"
+            why = f": {self.message}" if self.message else ""
+            return f"{rank} was killed by signal {self.signum} ({signal_name(self.signum)}){why}"
         if self.exit_code == 0:
             return (
                 f"{rank} exited with code 0 while other ranks were still running:"

@@ -1,10 +1,15 @@
-"""Report events of a run to the launcher's display, or to a display in this process."""
+"""Report events of a run to the launcher's display, or to a display in this process, and failures to the launcher."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
+from distributed.config.registry import hint_of, may_abort
+from distributed.errors import DistributedError, TrainingError
+from distributed.launching.causes import full_traceback, message_of, place_of, short_traceback
+from distributed.launching.heartbeat import heartbeat, phase_of
 from distributed.launching.request import link
 from distributed.state import OnEvent
 
@@ -49,3 +54,28 @@ class Reporter:
         if self._display is not None:
             self._display.close()
             self._display = None
+
+
+def failure_event(error: BaseException) -> dict[str, Any]:
+    """Return the event with which a worker tells its launcher that `error` ends it."""
+    began = time.time()
+    is_ours = isinstance(error, DistributedError)
+    code = error.exit_code if isinstance(error, DistributedError) else 1
+    hint = hint_of(message_of(error))
+    is_shown = hint is None or f"hint: {hint}" in getattr(error, "__notes__", ())
+    more = "" if is_shown else f"\nhint: {hint}"
+    return {
+        "kind": "error", "type": type(error).__name__, "message": message_of(error), "exit_code": code, "time": began,
+        "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
+        "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
+        "reached": [(at := heartbeat().progress).fit, at.step], "phase": phase_of(error).in_fit, "place": place_of(error),
+        "micro_batch": error.micro_batch if isinstance(error, TrainingError) else 0,
+    }  # fmt: skip
+
+
+def report_before_abort(error: BaseException, rank: int) -> None:
+    """Tell the launcher now that `error` ends this worker, if a library may abort the process before the worker's end can tell it."""
+    channel = link()
+    if channel is not None and may_abort(message_of(error)):
+        phase = heartbeat().progress.phase.in_fit  # the error has not left the fit yet
+        channel.send({**failure_event(error), "rank": rank, "phase": phase})

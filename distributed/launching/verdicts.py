@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 import signal
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from distributed.config.registry import hint_of, may_abort, retry_environ
 from distributed.launching.causes import Failure, root_cause, signal_name
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.repeats import Repeats
@@ -24,6 +26,7 @@ from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.report import write_reports_at_end
 from distributed.runs.directory import RunDirectory
+from distributed.runs.log_tail import abort_message
 from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import add_warning, close_results, is_training, resume_lines
 
@@ -58,6 +61,7 @@ class _Rank:
     reached: tuple[int, int] = (0, 0)  # see Failure, also for the next two
     phase: str = ""
     place: str = ""
+    log_start: int = 0  # the size of its log when it started
 
     def failure(self) -> Failure | None:
         """Return how the worker failed, or None if it did not fail so far."""
@@ -100,6 +104,7 @@ class Verdicts:
         self._regrouping_since: float | None = None
         self._repeats = Repeats()
         self._micro_batches: dict[int, int] = {}  # the newest limit of `auto_micro_batch` by the number of the fit
+        self.environ: dict[str, str] = {}  # more variables of the workers of the next attempt
         self.is_free = False  # whether the restart on which `judge` decided last does not count for `max_restarts`
         # Looks for a worker that hangs, when all failures are lost connections. May return None.
         self.find_hang: Callable[[], Failure | None] = lambda: None
@@ -123,7 +128,10 @@ class Verdicts:
         with self._changed:
             is_regroup = is_regroup or self._is_regrouping or 0 < len(self._ranks) != len(ranks)
             is_written = any(rank.rank == 0 and rank.interrupted for rank in self._ranks.values())
-            self._ranks = {key: _Rank(rank, (nodes or {}).get(key, "")) for key, rank in ranks.items()}
+            self._ranks = {
+                key: _Rank(rank, (nodes or {}).get(key, ""), log_start=_size_of(self._log_of(rank)))
+                for key, rank in ranks.items()
+            }
             self.trains = self.has_saved = self._is_regrouping = False
             self._regrouping_since = None
         if not attempt or self._request.node_rank:
@@ -235,7 +243,17 @@ class Verdicts:
         cause = root_cause(failures)
         if cause.is_consequence and not self.stop_signal:  # ranks that have waited too long report that
             cause = self.find_hang() or cause
-        return self._failed(cause, restarts_left, max(1, killed))
+        return self._failed(self._explained(cause), restarts_left, max(1, killed))
+
+    def _explained(self, cause: Failure) -> Failure:
+        """Return the failure with the message with which C++ ended the process, if it did."""
+        if cause.kind != "signal" or cause.signum != signal.SIGABRT:
+            return cause
+        start = next(each.log_start for each in self._ranks.values() if each.rank == cause.rank)
+        return dataclasses.replace(cause, message=abort_message(self._log_of(cause.rank), start))
+
+    def _log_of(self, rank: int) -> Path:
+        return self._run.logs / f"rank-{rank}.log"
 
     def _is_news(self) -> bool:
         """Return whether the workers have ended or must be ended."""
@@ -300,13 +318,16 @@ class Verdicts:
         self.is_free = 0 < cause.micro_batch < before and not self.stop_signal
         if self.is_free:
             return self._restart_with_less(cause)
-        if self.stop_signal or not self._may_restart(cause):
+        more = retry_environ(cause.message)
+        is_to_see_more = bool(more) and not more.items() <= {**os.environ, **self.environ}.items()
+        if self.stop_signal or not (self._may_restart(cause) or is_to_see_more):
             restarts_left = 0
         left = self._count.shrink(lost) if self._may_shrink(cause) and self._count is not None else 0
         if not left and (note := self._repeats.count(cause)) and restarts_left:
             cause = dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})")
             restarts_left = 0
         self.cause = cause
+        self.environ = more if restarts_left else {}
         then = self._then(cause, restarts_left, left)
         if not self.stop_signal:
             self._record_failure(cause, then)
@@ -334,7 +355,9 @@ class Verdicts:
             return f"going on with {left} process{'es' * (left > 1)}"
         if restarts_left:
             is_counted = not (cause.is_consequence and self._request.num_nodes > 1)  # it is not if a node was lost
-            return f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
+            then = f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
+            more = ", ".join(f"{name}={value}" for name, value in self.environ.items())
+            return f"{then} with {more}, to see the line" if more else then
         if cause.note or cause.kind == "error":
             return ""
         if cause.kind in ("signal", "hang") or self._request.restart_on_exception:
@@ -416,8 +439,10 @@ class Verdicts:
             text += f"; {cause.note}"
         elif cause.kind in ("signal", "hang"):
             text += f"; {self._then(cause, 0, 0)}"
+        if cause.kind == "signal" and (hint := hint_of(cause.message)):
+            text += f"\nhint: {hint}"
         if cause.traceback and cause.kind == "exception":
-            text += f" (whole log: {self._run.logs / f'rank-{cause.rank}.log'})\n{cause.traceback}"
+            text += f" (whole log: {self._log_of(cause.rank)})\n{cause.traceback}"
         self._display.handle({"kind": "error", "text": text})
 
     def _warn_of_unshared_work(self) -> None:
@@ -441,6 +466,10 @@ def _facts_of(cause: Failure) -> dict[str, Any]:
     return {name: value for name, value in facts.items() if value not in (None, "")}
 
 
+def _size_of(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
 def _reached_in(message: Mapping[str, Any]) -> tuple[int, int]:
     fit, step = message.get("reached", (0, 0))
     return fit, step
@@ -451,5 +480,8 @@ def in_words(cause: Failure) -> str:
     if cause.is_consequence:
         where = f" on {cause.node}" if cause.node else ""
         return f"rank {cause.rank}{where} lost the connection to another rank"
-    text = f"{cause}: {cause.message}" if cause.kind == "exception" and cause.message else str(cause)
+    message = cause.message
+    if may_abort(message):  # torch adds the same advice to each error of the GPU
+        message = message.splitlines()[0]
+    text = f"{cause}: {message}" if cause.kind == "exception" and message else str(cause)
     return f"{text}; {cause.note}" if cause.note else text

@@ -12,20 +12,19 @@ import pkgutil
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from distributed.config.merging import Overrides
-from distributed.config.registry import hint_of
-from distributed.errors import DistributedError, TrainingError, TrainingInterrupted
-from distributed.launching.causes import full_traceback, message_of, place_of, place_of_caller, short_traceback
+from distributed.errors import TrainingInterrupted
+from distributed.launching.causes import place_of, place_of_caller
 from distributed.launching.engines import has_joined, seed_generators, use_store
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
-from distributed.launching.heartbeat import heartbeat, phase_of
+from distributed.launching.heartbeat import phase_of
+from distributed.launching.reporter import failure_event
 from distributed.launching.request import (
     Handover,
     LaunchRequest,
@@ -183,21 +182,10 @@ def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, on_e
 
 def _failed(error: BaseException, on_event: OnEvent) -> int:
     """Report `error` with its tracebacks, and return the exit code of the worker."""
-    began = time.time()
     _flush()
-    is_ours = isinstance(error, DistributedError)
-    code = error.exit_code if isinstance(error, DistributedError) else 1
-    hint = hint_of(message_of(error))
-    is_shown = hint is None or f"hint: {hint}" in getattr(error, "__notes__", ())
-    more = "" if is_shown else f"\nhint: {hint}"
-    on_event({
-        "kind": "error", "type": type(error).__name__, "message": message_of(error), "exit_code": code, "time": began,
-        "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
-        "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
-        "reached": [(at := heartbeat().progress).fit, at.step], "phase": phase_of(error).in_fit, "place": place_of(error),
-        "micro_batch": error.micro_batch if isinstance(error, TrainingError) else 0,
-    })  # fmt: skip
-    return code
+    event = failure_event(error)
+    on_event(event)
+    return int(event["exit_code"])
 
 
 def _exit_code(end: SystemExit) -> int:

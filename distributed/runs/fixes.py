@@ -12,6 +12,10 @@ FIXES: Mapping[str, tuple[str, ...]] = {
         "Most often, the kernel killed it because the machine or the container ran out of memory.",
         "Use smaller batches or fewer loader workers.",
     ),
+    "(SIGABRT)": (
+        "A library in C++ ended the process, for example NCCL after an error of the GPU.",
+        "Its message is in RUN/logs/rank-N.log.",
+    ),
     "(SIGBUS)": ("Shared memory (/dev/shm) is full.",),
     "no progress for": (
         "Usual causes: an endless loop, a lock that is never released, a download or a file system that does not answer,"
@@ -34,4 +38,4 @@ STANDING_STILL = (
 def fix_of(cause: str) -> str:
     """Return what to try after a failure with the cause `cause`, or "" if nothing is known beyond its own text."""
     found = next((sentences for part, sentences in FIXES.items() if part in cause), ())
-    return " ".join(found) or hint_of(cause) or ""
+    return hint_of(cause) or " ".join(found)

@@ -19,6 +19,7 @@ from distributed.errors import ConfigError
 from distributed.runs.directory import FAILURES, RunDirectory
 from distributed.runs.fixes import STANDING_STILL, fix_of
 from distributed.runs.listing import RunState, read_state_of
+from distributed.runs.log_tail import last_line, tail
 from distributed.runs.recorded import read_recorded
 
 STANDING = "standing still"  # verdict on a run that goes on, but has not shown progress for long
@@ -28,10 +29,8 @@ _SLOW = 10  # how much longer a start may take
 _USUAL = 5  # how many times as long as the median time between two log lines a run may be silent
 _CONSEQUENCE = "lost the connection to another rank"  # in the cause of a failure that only says that another rank has ended
 _LONG = 4  # lines of a cause
-_TAIL_BYTES = 64 * 1024
 _MOST_TEXT = 4000  # characters of a text of the journal
 _STACKS = "; stacks are in "  # before the directory, in the cause of a hang
-_CRASH = "Fatal Python error: "  # begins the stacks that a worker writes when a signal such as SIGSEGV ends it
 _RANK = re.compile(r"\brank (\d{1,6})\b")
 
 
@@ -193,7 +192,7 @@ def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
     return Problem(
         time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=str(event.get("node", "")), kind=_text(event.get("kind")),
         step=event.get("in_step"), phase=_text(event.get("phase")), place=place, then=_text(event.get("then")), stacks=stacks, log=log,
-        last_output=_last_output(run.path / log) if log and event.get("kind") in ("signal", "exit") else "",
+        last_output=last_line(run.path / log) if log and event.get("kind") in ("signal", "exit") else "",
     )  # fmt: skip
 
 
@@ -281,29 +280,9 @@ def _hang_timeout(run: RunDirectory) -> float:
 def _times_of_rows(run: RunDirectory) -> list[float]:
     """Return the times of the newest log lines, in order."""
     times = []
-    for line in _tail(run.metrics):
+    for line in tail(run.metrics):
         with contextlib.suppress(ValueError):
             check_kinds(row := parse_json(line), {"time": SECONDS, "step": COUNT})
             if "time" in row:
                 times.append(float(row["time"]))
     return times
-
-
-def _last_output(path: Path) -> str:
-    """Return the last line of a log before the stacks of a crash, without its prefix."""
-    lines = [line.decode(errors="replace").partition("] ")[2].strip() for line in _tail(path)]
-    crash = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].startswith(_CRASH)), len(lines))
-    lines = lines[:crash]
-    return next((line[:_MOST_TEXT] for line in reversed(lines) if line), "")
-
-
-def _tail(path: Path) -> list[bytes]:
-    """Return the last complete lines of a file, or nothing if it cannot be read."""
-    try:
-        with open_regular(path) as file:
-            start = max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES)
-            file.seek(start)
-            lines = file.read(_TAIL_BYTES).splitlines()
-    except (OSError, LimitError):
-        return []
-    return lines[1:] if start else lines

@@ -34,7 +34,7 @@ from distributed.errors import ConfigError, DistributedError, TrainingInterrupte
 from distributed.launching.epochs import Caller, Epochs
 from distributed.launching.exposure import launcher_warnings
 from distributed.launching.heartbeat import Phase, heartbeat
-from distributed.launching.reporter import Reporter
+from distributed.launching.reporter import Reporter, report_before_abort
 from distributed.launching.request import launched_by, link
 from distributed.loggers import registry as loggers
 from distributed.loggers.base import LoggedFit, Tracker
@@ -290,6 +290,7 @@ class FitSession:
                 fit.store.settle()
         except BaseException as error:
             raised = self._error_to_raise(fit, error)
+            report_before_abort(raised, self.context.rank)
             self._record_failure(fit, raised)
             if raised is error:
                 raise

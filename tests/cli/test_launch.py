@@ -357,6 +357,31 @@ print("done")
     assert "rank 0 failed with OSError: flaky: restarting (1 of 3)" in done.stderr
 
 
+def test_after_an_error_of_a_gpu_kernel_the_restart_waits_for_each_kernel(run_python, tmp_path):
+    script = write(
+        tmp_path,
+        """
+import os, sys, time
+if os.environ["RANK"] == "1" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+    raise RuntimeError("the line is known")
+if os.environ["RANK"] == "1":  # what torch writes when it destroys a tensor after the error
+    sys.stderr.write("terminate called after throwing an instance of 'c10::AcceleratorError'\\n")
+    sys.stderr.write("  what():  CUDA error: device-side assert triggered\\nframe #0: _start\\n")
+    sys.stderr.flush()
+    os.abort()
+time.sleep(60)
+""",
+    )
+
+    done = run_python(light(script), cwd=tmp_path)
+
+    assert done.returncode == 1, done.output
+    why = "rank 1 was killed by signal 6 (SIGABRT): CUDA error: device-side assert triggered"
+    assert f"warning: {why}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line" in done.stderr
+    assert "error: rank 1 failed with RuntimeError" in done.stderr and "the line is known" in done.stderr
+    assert events(tmp_path / "run") == ["worker_failed", "restarted", "worker_failed"]
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "line"),
     [

@@ -491,7 +491,7 @@ def test_every_engine_bears_a_bad_network(begin_both: Callable[..., tuple[Job, s
     def hinder(machines: Machines) -> None:
         for number in (0, 1):
             machines.lose(number, 5)
-            machines.limit(number, "2mbit")
+            machines.limit(number, "500kbit")
 
     job, expected = begin_both(backend, 2, hinder)
 

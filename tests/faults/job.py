@@ -79,6 +79,10 @@ class Fault(Callback):
         if is_due(state.step, 0) and FAULT == "checkpoints-deleted":
             shutil.rmtree(self.context.run_dir / "checkpoints")
 
+    def on_error(self, state: Any, error: BaseException) -> None:
+        if FAULT == "device-assert":
+            os.abort()  # as torch does when it destroys a tensor after the error of a kernel
+
 
 def stop_and_go_on() -> None:
     """Stop for a second, as when a machine is suspended, and go on."""
@@ -116,7 +120,12 @@ def clock_jumps() -> None:
     time.time = lambda: real() + (-86400 if real() - begun < 0.5 else 7 * 86400)
 
 
+def device_asserts() -> None:
+    raise torch.AcceleratorError("CUDA error: device-side assert triggered")
+
+
 OF_RANK_1 = {
+    "device-assert": device_asserts,  # the host learns of it after the step
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "stop-and-go-on": stop_and_go_on,
     "loop-callback": loop_for_ever,
@@ -152,6 +161,8 @@ def training_step(model: Any, batch: Any) -> torch.Tensor:
         bytearray(1 << 60)
     if is_due(net.steps) and FAULT == "device-memory":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    if RANK and FAULT == "device-assert" and os.environ.get("CUDA_LAUNCH_BLOCKING") == "1":
+        device_asserts()  # in the first step of the second attempt
     x, y = batch
     return torch.nn.functional.cross_entropy(model(x), y)
 

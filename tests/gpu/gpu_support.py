@@ -39,12 +39,12 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A few blocks, and a BatchNorm if buffers are wanted. The initial weights are always the same."""
 
-    def __init__(self, *, width: int = 64, dropout: float = 0.0, has_norm: bool = False) -> None:
+    def __init__(self, *, width: int = 64, depth: int = 3, dropout: float = 0.0, has_norm: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.enter = nn.Linear(WIDTH, width)
         self.norm = nn.BatchNorm1d(width) if has_norm else nn.Identity()
-        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(depth))
         self.leave = nn.Linear(width, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,7 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, momentum=0.9)
 
 
-def trainer(model: nn.Module, **settings: Any) -> Trainer:
+def trainer(model: nn.Module | None, **settings: Any) -> Trainer:
     """Return a Trainer of one process on the device."""
     return Trainer(model, **{"nproc_per_node": 1, "device": DEVICE, "verbose": False, "optimizer": sgd, **settings})
 
@@ -88,7 +88,8 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Return the largest difference between two entries."""
     assert one.keys() == other.keys()
-    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one)
+    assert all(one[name].shape == other[name].shape for name in one)
+    return max(float((one[name].double() - other[name].double()).abs().max()) for name in one if one[name].numel())
 
 
 def resumed(make: Callable[[], nn.Module], until: int = 20, stop: int = 11, **settings: Any) -> tuple[Any, Any, Any]:

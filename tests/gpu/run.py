@@ -40,6 +40,7 @@ def main() -> int:
         str(HERE / "pytest.ini"),
         "-p",
         "no:cacheprovider",
+        *_side_by_side(),
         *sys.argv[1:],
         str(HERE),
     ]
@@ -71,6 +72,12 @@ def _problem() -> tuple[int, str] | None:
     if not REHEARSAL and not torch.cuda.is_available():
         return 3, f"no GPU here that torch {torch.__version__} can use: it is built for CUDA {torch.version.cuda}"
     return None
+
+
+def _side_by_side() -> list[str]:
+    """Return the arguments with which pytest runs several tests at once. They share the GPU, and each needs some cores."""
+    count = min(7, (os.cpu_count() or 1) // 2)
+    return ["-n", str(count)] if count > 1 and importlib.util.find_spec("xdist") is not None else []
 
 
 def _requirements() -> list[str]:

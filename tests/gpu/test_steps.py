@@ -9,6 +9,8 @@ import torch
 from gpu_support import CLASSES, During, Net, SyncMode, data, loader, trainer
 from torch import nn
 
+from distributed.callbacks import ExponentialMovingAverage
+
 FIRST, LAST = 6, 18  # the updates after which the check begins and ends
 SAMPLES = 24 * 32  # one epoch, with a log line at its end only
 QUIET = {"epochs": 1, "log_every_n_steps": 1000}
@@ -30,6 +32,7 @@ CASES = {
     "schedule": {"scheduler": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 99)},
     "metric": {"metrics": {"mean": lambda outputs, targets: outputs.mean()}},
     "recomputing": {"activation_checkpointing": True},
+    "averaged weights": {"callbacks": [ExponentialMovingAverage(0.9)]},
 }
 
 
@@ -37,7 +40,9 @@ CASES = {
 def test_no_update_waits_for_the_gpu(gpu, name):
     gpu("a device that works while the host goes on")
     looking = During(SyncMode("error"), FIRST, LAST)
-    trainer(Net(), callbacks=[looking], **{**QUIET, **CASES[name]}).fit(data(SAMPLES))
+    settings = {**QUIET, **CASES[name]}
+    callbacks = [looking, *settings.pop("callbacks", ())]
+    trainer(Net(), callbacks=callbacks, **settings).fit(data(SAMPLES))
 
 
 def test_nor_with_pinned_batches_and_class_weights(gpu):

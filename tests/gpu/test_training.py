@@ -14,17 +14,21 @@ from gpu_support import (
     TOO_MUCH,
     During,
     Net,
+    checkpoint,
     data,
     distance,
     loader,
     resumed,
     saved,
+    sgd,
     trainer,
     weights,
 )
 from torch import nn
 
+import distributed
 from distributed import Callback
+from distributed.callbacks import ExponentialMovingAverage
 
 
 def test_training_on_the_device_learns_and_gives_the_numbers_of_a_cpu():
@@ -131,12 +135,81 @@ def test_recomputed_activations_need_less_memory(gpu):
     for is_on in (False, True):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        model = Net(width=1024)
+        model = Net(width=1024, depth=12)  # recomputing keeps the inputs of 12 blocks, and all of one block
         settings = {"max_steps": 2, "batch_size": 32768, "activation_checkpointing": is_on}
         trainer(model, **settings).fit(data(3 * 32768))
         peaks[is_on] = torch.cuda.max_memory_allocated()
         del model
     assert peaks[True] < 0.75 * peaks[False], peaks
+
+
+def test_averaged_weights_are_those_of_a_cpu():
+    models = {}
+    for device in dict.fromkeys((DEVICE, "cpu")):
+        models[device] = Net(has_norm=True)
+        ema = ExponentialMovingAverage(0.9)
+        ours = trainer(models[device], epochs=2, dtype="float64", device=device, callbacks=[ema])
+        assert ours.fit(loader(), data(96)).steps == ema.num_averaged == 24
+    assert distance(weights(models[DEVICE]), weights(models["cpu"])) < 1e-9
+
+
+def test_several_models_get_the_weights_of_a_cpu():
+    def step(models, batch, update):
+        hidden = models["first"](batch[0])
+        update("first", nn.functional.cross_entropy(hidden, batch[1]))
+        update("second", nn.functional.mse_loss(models["second"](batch[0]), hidden.detach()))
+
+    trained = {}
+    for device in dict.fromkeys((DEVICE, "cpu")):
+        ours = trainer(
+            None, models={"first": Net(), "second": Net(width=32)}, optimizer=None, training_step=step, epochs=2,
+            dtype="float64", device=device, global_batch_size=48, gradient_accumulation_steps=2, gradient_clipping=0.5,
+        )  # fmt: skip
+        ours.fit(data())
+        trained[device] = [weights(ours.model[name]) for name in ("first", "second")]
+    for own, of_cpu in zip(trained[DEVICE], trained["cpu"], strict=True):
+        assert distance(own, of_cpu) < 1e-9
+
+
+def test_a_loop_of_the_script_resumes_bit_for_bit():
+    def train(**settings):
+        with distributed.Session(device=DEVICE, nproc_per_node=1, verbose=False, epochs=9, **settings) as session:
+            model = Net(dropout=0.3)
+            model, _, batches = session.prepare(model, sgd(model.parameters()), loader())
+            session.resume()
+            for _ in session.epochs():
+                for inputs, targets in batches:
+                    assert inputs.device.type == DEVICE
+                    session.backward(nn.functional.cross_entropy(model(inputs), targets))
+                    session.update()
+            return weights(model), session.run_dir
+
+    straight, _ = train(max_steps=20)
+    _, run = train(max_steps=11)
+    kept = max(run.glob("checkpoints/step-*"))
+    going_on, _ = train(max_steps=20, resume_from_checkpoint=str(kept))
+    assert distance(straight, going_on) == 0.0
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_language_model_of_transformers_learns_and_resumes_bit_for_bit(precision):
+    transformers = pytest.importorskip("transformers")
+    size = {"n_layer": 2, "n_head": 2, "n_embd": 64, "vocab_size": 96, "n_positions": 32}
+
+    def model():
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=0, eos_token_id=0))
+
+    tokens = torch.randint(0, 96, (256, 1), generator=torch.Generator().manual_seed(1))
+    rows = [{"input_ids": row, "labels": row} for row in (tokens + torch.arange(32)) % 96]  # counts up from any token
+    settings = {"epochs": 3, "optimizer": None, "learning_rate": 3e-3, "batch_size": 16, "mixed_precision": precision}
+    straight = model()
+    history = trainer(straight, **settings).fit(rows)
+    assert history.rows[-1]["loss"] < 0.5 * history.rows[0]["loss"]
+    kept = checkpoint(trainer(model(), **settings, max_steps=21).fit(rows))
+    going_on = model()
+    trainer(going_on, **settings, resume_from_checkpoint=str(kept)).fit(rows)
+    assert distance(weights(straight), weights(going_on)) == 0.0
 
 
 def test_too_little_memory_names_the_rank_and_training_goes_on_afterwards():

@@ -270,3 +270,85 @@ def test_what_was_repeated_too_often_before_the_first_step_says_so(run):
     found = verdicts(run, io.StringIO(), max_restarts=8, nproc_per_node=2)
     assert [failed(found, i, 8 - i, reached=(1, 0)) for i in range(3)][-1] is Verdict.OVER
     assert "3 times before the first step" in run.read_events()[-1]["cause"]
+
+
+ABORT = (
+    "terminate called after throwing an instance of 'c10::{}'\n  what():  {}\nframe #0: c10::Error::Error() + 0x9d\n"
+)
+ASSERTED = "CUDA error: device-side assert triggered"
+
+
+def write_log(run, text):
+    """Append what rank 0 has written to its log, as the launcher does."""
+    run.logs.mkdir(exist_ok=True)
+    with (run.logs / "rank-0.log").open("a") as file:
+        file.writelines(f"[rank 0 12:00:00] {line}\n" for line in text.splitlines())
+
+
+def abort(run, found, attempt, text, restarts_left=3):
+    """Let the only worker abort in an attempt after it has written `text`, and return the verdict."""
+    found.begin({0: 0}, attempt)
+    write_log(run, text)
+    found.add({"op": "exit", "local_rank": 0, "status": -signal.SIGABRT, "time": time.time(), "reached": (1, 10)})
+    return found.judge(restarts_left)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("AcceleratorError", ASSERTED),
+        (
+            "DistBackendError",
+            f"[PG ID 0 PG GUID 0(default_pg) Rank 0] Process group watchdog thread terminated: {ASSERTED}",
+        ),
+    ],
+)
+def test_an_error_of_a_kernel_that_aborts_a_worker_is_told_and_made_again_with_its_line(run, capsys, kind, text):
+    found = verdicts(run, io.StringIO())
+    assert abort(run, found, 0, ABORT.format(kind, text)) is Verdict.RESTART
+    assert found.environ == {"CUDA_LAUNCH_BLOCKING": "1"}
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("warning: rank 0 was killed by signal 6 (SIGABRT): ") and "PG" not in said
+    assert said.endswith(f"{ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line")
+    assert (
+        abort(run, found, 1, "Aborted") is Verdict.RESTART
+    )  # of another kind: the message of the first attempt is not its own
+    assert found.environ == {} and "(SIGABRT): restarting" in capsys.readouterr().err
+
+
+def test_an_error_of_a_kernel_without_a_restart_ends_with_what_to_do(run, capsys):
+    found = verdicts(run, io.StringIO(), max_restarts=0)
+    assert abort(run, found, 0, ABORT.format("AcceleratorError", ASSERTED), restarts_left=0) is Verdict.OVER
+    assert found.environ == {}
+    assert found.finish() == 1
+    *_, error, hint = capsys.readouterr().err.splitlines()
+    assert error == f"error: rank 0 was killed by signal 6 (SIGABRT): {ASSERTED}; max_restarts=0"
+    assert hint.startswith("hint: Usually an index is out of range") and "CUDA_LAUNCH_BLOCKING=1" in hint
+
+
+def raise_asserted(found, attempt, restarts_left):
+    """Let the only worker report the error of a kernel in an attempt, and return the verdict."""
+    found.begin({0: 0}, attempt)
+    found.add(
+        {
+            "op": "event", "kind": "error", "rank": 0, "time": time.time(), "type": "AcceleratorError",
+            "message": f"{ASSERTED}\nSearch for it", "traceback": "here", "exit_code": 1, "is_message_enough": False,
+        }
+    )  # fmt: skip
+    found.add(
+        {"op": "exit", "local_rank": 0, "status": -signal.SIGABRT, "time": time.time()}
+    )  # torch aborts afterwards
+    return found.judge(restarts_left)
+
+
+def test_an_error_of_a_kernel_that_python_raised_is_made_again_once(run, capsys, monkeypatch):
+    monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+    found = verdicts(run, io.StringIO())
+    assert raise_asserted(found, 0, 3) is Verdict.RESTART and found.environ == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert raise_asserted(found, 1, 2) is Verdict.OVER and found.environ == {}
+    (said,) = capsys.readouterr().err.splitlines()  # without the advice that torch adds to the message
+    assert said == (
+        f"warning: rank 0 failed with AcceleratorError: {ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line"
+    )
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    assert raise_asserted(verdicts(run, io.StringIO()), 0, 3) is Verdict.OVER

@@ -40,6 +40,9 @@ def prepare(device: str) -> Any:
     # Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when DeepSpeed calls the new names): torch 2.13
     # renamed the collectives that DeepSpeed calls, and warns at each call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when DeepSpeed names the device): torch warns that a
+    # barrier of DeepSpeed uses the current GPU, which is the right one.
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
     # Workaround (DeepSpeed 0.19.8, deepspeedai/DeepSpeed#7625; may go when this all-reduce is compiled on request
     # only): DeepSpeed compiles its all-reduce over shared memory for minutes at the first start, and later runs wait
     # for ever for a killed build. gloo's all-reduce does the same work.

@@ -352,6 +352,7 @@ class _Launch:
             own = loopback_environ() if self._cluster.scratch is not None else {}
             environ = {
                 **self._environ(environment, num_nodes),
+                **self._verdicts.environ,
                 **own,
                 **gpus_beside(worker, workers.values()),
                 **self._threads,

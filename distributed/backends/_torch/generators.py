@@ -6,7 +6,7 @@ import contextlib
 import random
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy
@@ -54,21 +54,20 @@ class OwnGenerators:
         if self._own is not None:
             self._restore(self._own)
         self._is_inside = True
-        try:
+        with _at_end(lambda: self._leave(callers)):
             yield
-        finally:
-            self._is_inside = False
-            self._own = self._state()
-            self._restore(callers)
+
+    def _leave(self, callers: _State) -> None:
+        self._is_inside = False
+        self._own = self._state()
+        self._restore(callers)
 
     @contextlib.contextmanager
     def untouched(self) -> Iterator[None]:
         """Restore all generators at the end of this block."""
         before = self._state()
-        try:
+        with _at_end(lambda: self._restore(before)):
             yield
-        finally:
-            self._restore(before)
 
     def seed(self, value: int) -> None:
         """Seed all generators from one 64-bit number."""
@@ -83,6 +82,21 @@ class OwnGenerators:
         sample_rng.restore(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self._device)
+
+
+@contextlib.contextmanager
+def _at_end(restore: Callable[[], None]) -> Iterator[None]:
+    """Call `restore` at the end of this block.
+
+    After an error of the GPU every further call of the GPU raises. The block's own error is then raised, which says why.
+    """
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(torch.AcceleratorError):
+            restore()
+        raise
+    restore()
 
 
 _State = tuple[sample_rng.RandomState, torch.Tensor | None]  # states of torch's generators: of the CPU and of the GPU
