@@ -322,7 +322,8 @@ class Verdicts:
         is_to_see_more = bool(more) and not more.items() <= {**os.environ, **self.environ}.items()
         if self.stop_signal or not (self._may_restart(cause) or is_to_see_more):
             restarts_left = 0
-        left = self._count.shrink(lost) if self._may_shrink(cause) and self._count is not None else 0
+        # An error of the script, such as one that another attempt says more about, is no lost worker.
+        left = self._count.shrink(lost) if self._may_shrink(cause) and not more and self._count is not None else 0
         if not left and (note := self._repeats.count(cause)) and restarts_left:
             cause = dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})")
             restarts_left = 0
@@ -481,7 +482,7 @@ def in_words(cause: Failure) -> str:
         where = f" on {cause.node}" if cause.node else ""
         return f"rank {cause.rank}{where} lost the connection to another rank"
     message = cause.message
-    if may_abort(message):  # torch adds the same advice to each error of the GPU
+    if may_abort(message):  # the library adds the same advice to each of them
         message = message.splitlines()[0]
     text = f"{cause}: {message}" if cause.kind == "exception" and message else str(cause)
     return f"{text}; {cause.note}" if cause.note else text

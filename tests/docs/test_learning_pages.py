@@ -18,7 +18,7 @@ from tests.cli.test_help import parse
 from tests.conftest import needs_backend
 from tests.docs.test_pages import LEARNING, ROOT, blocks, name_of, write_files
 
-# Pages whose commands run. The commands of other pages are only parsed, unless they have --dry-run.
+# Pages whose trainings run. Those of other pages are only parsed, unless they have --dry-run: the scripts of coming-from/ run below.
 REAL = ("start", "tutorials/")
 # Page -> the backends that its samples need. Pages with Ray start a cluster each.
 NEEDS = {"coming-from/horovod": "horovod", "coming-from/ray-train": "ray", "tutorials/sweep": "ray"}
@@ -96,7 +96,8 @@ def test_a_page_runs_from_top_to_bottom(page, run_python, tmp_path):
             words = [f"sample-{number}.py"]
         else:
             words = shlex.split(text)[1:]
-            if not name_of(page).startswith(REAL) and "--dry-run" not in words:
+            is_training = words[1:3] == ["distributed.cli", "train"] and "--dry-run" not in words
+            if is_training and not name_of(page).startswith(REAL):
                 parse(words[2], words[3:])
                 continue
         done = run_python(words, timeout=120, cwd=tmp_path)
@@ -120,6 +121,23 @@ def test_a_script_gives_the_same_loss_before_and_after_the_change(name, run_pyth
         if name == "keras" and side == "before":
             env["KERAS_BACKEND"] = "torch"
         done = run_python([*command.split(), f"{side}.py"], timeout=240, cwd=tmp_path, env=env)
+        assert done.returncode == 0, done.output
+        losses.append(float(re.findall(r"loss (\d\.\d{6})\s*$", done.stdout, re.M)[-1]))
+
+    assert losses[0] == pytest.approx(losses[1], abs=2e-6) and losses[1] < 2
+
+
+@pytest.mark.docs
+@pytest.mark.full
+def test_the_keras_script_gives_the_same_loss_on_tensorflow(run_python, tmp_path):
+    needs_backend("tensorflow")
+    page = page_of("coming-from/keras")
+    ((_, _, diff),) = [block for block in blocks(page) if block[0] == "diff"]
+    (tmp_path / "train.py").write_text(list(sides(diff))[1])
+    losses = []
+    for backend in ("pytorch-ddp", "tensorflow"):
+        (command,) = [text for _, text in steps(page) if f"--backend {backend}" in text]
+        done = run_python([*shlex.split(command)[1:], "--run-dir", backend], timeout=240, cwd=tmp_path)
         assert done.returncode == 0, done.output
         losses.append(float(re.findall(r"loss (\d\.\d{6})\s*$", done.stdout, re.M)[-1]))
 

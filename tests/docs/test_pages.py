@@ -52,7 +52,7 @@ NEEDING = {
     "init-3": "it writes a file for the script of the first command", "init-4": "it trains the script of the first command",
     "reliability-0": "it reads the run of the Python sample after it",
     "report-2": "it reads the run of the first command", "report-3": "it reads the runs of the first two commands",
-    "runs-4": "it compares runs of the reader", "runs-5": "it compares runs of the reader",
+    "runs-4": "it compares the runs of the Python sample", "runs-5": "it compares the runs of the Python sample",
 }  # fmt: skip
 
 
@@ -78,8 +78,9 @@ ALL_COMMANDS = [
 ]
 COMMANDS = [each for each in ALL_COMMANDS if each.id not in NEEDING]
 PARSED = [each for each in ALL_COMMANDS if each.id in NEEDING]
-# Pages whose commands need only each other. The others need runs of the reader, or a Python sample of their page.
+# Pages whose commands need each other, or the Python sample of their page.
 IN_ORDER = [ROOT / "docs" / f"{name}.md" for name in ("export", "init", "report")]
+AFTER_SAMPLE = [ROOT / "docs" / f"{name}.md" for name in ("reliability", "runs")]
 # Part of a training that cannot be a sample of one machine -> why. Other tests have the same commands with what they need.
 ELSEWHERE_ONLY = {
     "s3://": "it needs a bucket", "--rank ": "it waits for the other command", "--num-nodes ": "it waits for other nodes",
@@ -152,6 +153,21 @@ def test_commands_that_need_others_run_after_them(page, run_python, tmp_path):
         if each.values[0] == page:
             done = run_python(short(each.values[1]), timeout=240, cwd=tmp_path)
             assert done.returncode == 0, f"{each.values[1]}\n{done.output}"
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("page", AFTER_SAMPLE, ids=name_of)
+def test_commands_that_need_a_sample_run_after_it(page, run_python, tmp_path):
+    ((_, _, code),) = [block for block in blocks(page) if block[:2] == ("python", "")]
+    (tmp_path / "sample.py").write_text(code)
+    commands = [shlex.split(each.values[1])[1:] for each in ALL_COMMANDS if each.values[0] == page]
+    for arguments in (["sample.py"], *commands):
+        done = run_python(arguments, timeout=120, cwd=tmp_path)
+        assert done.returncode == 0, f"{arguments}\n{done.output}"
+
+
+def test_every_command_that_needs_others_runs_after_them():
+    assert {each.values[0] for each in PARSED} <= {*IN_ORDER, *AFTER_SAMPLE}
 
 
 def test_every_reason_for_not_training_has_a_command():

@@ -79,6 +79,18 @@ def test_command_line_sample_is_understood(command, run_cli, tmp_path):
     assert "global_batch_size" in done.stdout
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("command", UNDERSTOOD)
+def test_command_line_sample_trains(command, run_cli, tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    _, _, _, *arguments = shlex.split(command)
+    arguments[1:1] = ["--max-steps", "2"]
+
+    done = run_cli(arguments, timeout=240, cwd=tmp_path)
+
+    assert done.returncode == 0 and re.search(r"^(finished|stopped .*) at step 2\b", done.stdout, re.M), done.output
+
+
 def test_command_line_samples_run_one_after_another(run_cli, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     said = {}

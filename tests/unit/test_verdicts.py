@@ -17,6 +17,7 @@ import pytest
 
 from distributed.backends._ray.launch import _Launch
 from distributed.backends._ray.rendezvous import RendezvousServer
+from distributed.launching.elastic import WorkerCount
 from distributed.launching.forkserver import ForkServer
 from distributed.launching.heartbeat import Board
 from distributed.launching.request import LaunchRequest
@@ -324,6 +325,14 @@ def test_an_error_of_a_kernel_without_a_restart_ends_with_what_to_do(run, capsys
     *_, error, hint = capsys.readouterr().err.splitlines()
     assert error == f"error: rank 0 was killed by signal 6 (SIGABRT): {ASSERTED}; max_restarts=0"
     assert hint.startswith("hint: Usually an index is out of range") and "CUDA_LAUNCH_BLOCKING=1" in hint
+
+
+def test_fewer_workers_do_not_help_against_the_error_of_a_kernel(run, capsys):
+    request = LaunchRequest(str(run.path), script="train.py", nproc_per_node=2, min_nproc_per_node=1)
+    for text, verdict in (("Aborted", Verdict.REGROUP), (ABORT.format("AcceleratorError", ASSERTED), Verdict.RESTART)):
+        found = Verdicts(request, run, Display(io.StringIO(), live=False), WorkerCount(request))
+        assert abort(run, found, 0, text) is verdict
+        assert found.environ == ({} if verdict is Verdict.REGROUP else {"CUDA_LAUNCH_BLOCKING": "1"})
 
 
 def raise_asserted(found, attempt, restarts_left):

@@ -151,8 +151,7 @@ class _Launch:
                     continue
                 if self._count.may_grow(self._room, has_saved=self._verdicts.has_saved):
                     self._server.send_to_all(op="signal", signum=int(REGROUP_SIGNAL))  # the workers save and end
-            if self._request.is_elastic and (silent := self._server.silent()):
-                self._patience.saw_nodes([*silent], None, "does not answer")
+            self._see_silent_nodes()
             if verdict is Verdict.OVER and self._has_lost_a_node():
                 verdict = Verdict.REGROUP
             is_failure = verdict is Verdict.RESTART
@@ -182,7 +181,13 @@ class _Launch:
         deadline = time.monotonic() + _NODE_LOST_S
         while not self._stop.signum and time.monotonic() < deadline and not self._patience.has_lost_a_node:
             time.sleep(0.1)
+            self._see_silent_nodes()  # the workers may notice a cut network before the launcher does
         return not self._stop.signum and self._patience.has_lost_a_node
+
+    def _see_silent_nodes(self) -> None:
+        """Record the nodes of an elastic run that do not answer. Ray itself may notice a minute later that they are lost."""
+        if self._request.is_elastic and (silent := self._server.silent()):
+            self._patience.saw_nodes([*silent], None, "does not answer")
 
     def _news_within(self, seconds: float, late: DistributedError, name: str = "") -> str:
         """Wait at most `seconds` for news, and return them. If there are none, record the error and return "late"."""

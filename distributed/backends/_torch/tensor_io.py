@@ -82,7 +82,8 @@ def _reader(tensor: torch.Tensor) -> Callable[[], memoryview]:
 
 def _copier(tensor: torch.Tensor) -> Callable[[memoryview], None]:
     def copy_to(memory: memoryview) -> None:
-        torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+        kept = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+        kept.copy_(tensor.detach(), non_blocking=True)  # `write_file` waits for all copies together
 
     return copy_to
 
@@ -95,6 +96,8 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t), _copier(t)) for name, t in tensors.items()]
     write_tensors(path, raw, metadata)
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
 
 
 def dtype_of(word: str) -> torch.dtype:
