@@ -38,7 +38,8 @@ class RawTensor:
     dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     read: Callable[[], bytes | memoryview]
-    # Copies the bytes into memory of `num_bytes` bytes, if that needs fewer copies than `read`.
+    # Copies the bytes into memory of `num_bytes` bytes, if that needs fewer copies than `read`. A copy from a device may still be
+    # running when it returns: the caller waits for it.
     copy_to: Callable[[memoryview], None] | None = None
 
     @property

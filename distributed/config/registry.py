@@ -18,12 +18,10 @@ from distributed.config.libraries import check_not_hidden, is_installed
 from distributed.errors import ConfigError, ResourceError, nearest
 
 # Worded as in docs/troubleshooting.md. A test compares them.
-_LATE = "Without CUDA_LAUNCH_BLOCKING=1, a GPU reports errors later than the line that caused them."
 _ASSERTED = "CUDA error: device-side assert"
 _TORCH_HINTS = {
     "DataLoader worker (pid": "A loader worker was killed, usually because memory ran out. Use fewer workers or a smaller prefetch_factor.",
-    _ASSERTED: f"Usually an index is out of range, such as a class label or a token. {_LATE}",
-    "CUDA error": _LATE,
+    _ASSERTED: "Usually an index is out of range, such as a class label or a token.",
     "NCCL error": "Set NCCL_DEBUG=INFO in the environment of the command: NCCL then writes the reason to RUN/logs/rank-N.log.",
     "Too many open files": "Each tensor that a loader worker sends keeps a file open. Raise the limit (ulimit -n 65536).",
 }
@@ -334,10 +332,8 @@ def hint_of(message: str) -> str | None:
 
 def retry_environ(message: str) -> dict[str, str]:
     """Return the environment variables with which another attempt says more about the error `message`, from any entry of the registry."""
-    found: dict[str, str] = {}
-    for word, environ in [each for entry in REGISTRY.values() for each in entry.retry_environ.items()]:
-        found.update(environ if word in message else {})
-    return found
+    rows = (row for entry in REGISTRY.values() for row in entry.retry_environ.items())
+    return {name: value for word, environ in rows if word in message for name, value in environ.items()}
 
 
 def may_abort(message: str) -> bool:

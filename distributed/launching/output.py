@@ -24,7 +24,7 @@ from distributed.loggers.notebook import SentBar
 from distributed.runs.directory import RunDirectory
 
 _CHUNK = 65536
-_FOR_AGENT = {"error", "interrupted", "unshared", "trains", "saved", "shares", "leaves", "chose backend"}
+_FOR_AGENT = {"error", "raises", "interrupted", "unshared", "trains", "saved", "shares", "leaves", "chose backend"}
 Message = dict[str, Any]
 
 

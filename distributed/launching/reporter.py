@@ -74,8 +74,8 @@ def failure_event(error: BaseException) -> dict[str, Any]:
 
 
 def report_before_abort(error: BaseException, rank: int) -> None:
-    """Tell the launcher now that `error` ends this worker, if a library may abort the process before the worker's end can tell it."""
+    """Tell the launcher that this worker raises `error`, if a library may abort the process before the worker's end can tell it."""
     channel = link()
     if channel is not None and may_abort(message_of(error)):
         phase = heartbeat().progress.phase.in_fit  # the error has not left the fit yet
-        channel.send({**failure_event(error), "rank": rank, "phase": phase})
+        channel.send({**failure_event(error), "kind": "raises", "rank": rank, "phase": phase})

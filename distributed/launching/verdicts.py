@@ -54,6 +54,7 @@ class _Rank:
     rank: int
     node: str = ""  # see Failure
     reported: Failure | None = None  # what it reported itself
+    raised: Failure | None = None  # an error after which a library may abort the process before the worker reports it
     interrupted: int = 0  # the signal after which the worker saved its state; 0 for none
     is_unshared: bool = False  # whether the worker ended without sharing its work with another one
     status: int | None = None  # exit code, or minus the signal; None while it runs
@@ -71,6 +72,8 @@ class _Rank:
             return self.reported
         if self.status is None or self.status == 0:
             return None
+        if self.raised is not None and self.status == -signal.SIGABRT:
+            return self.raised
         return self.left()
 
     def left(self) -> Failure:
@@ -105,6 +108,9 @@ class Verdicts:
         self._repeats = Repeats()
         self._micro_batches: dict[int, int] = {}  # the newest limit of `auto_micro_batch` by the number of the fit
         self.environ: dict[str, str] = {}  # more variables of the workers of the next attempt
+        self._had_more = (
+            False  # whether the attempt had the variables with which another one would say more about its failure
+        )
         self.is_free = False  # whether the restart on which `judge` decided last does not count for `max_restarts`
         # Looks for a worker that hangs, when all failures are lost connections. May return None.
         self.find_hang: Callable[[], Failure | None] = lambda: None
@@ -204,14 +210,18 @@ class Verdicts:
                 rank.is_unshared = True
             elif message["kind"] == "leaves":
                 rank.place, rank.phase = message["place"], message.get("phase", "")
-            elif message["kind"] == "error" and rank.reported is None:
+            elif message["kind"] in ("error", "raises") and rank.reported is None:
                 kind = "error" if message["is_message_enough"] else "exception"
-                rank.reported = Failure(
+                failure = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
                     message["exit_code"], node=rank.node, reached=_reached_in(message), phase=message.get("phase", ""),
                     place=message.get("place", ""), is_echo=message.get("is_echo", False),
                     micro_batch=message.get("micro_batch", 0),
                 )  # fmt: skip
+                if message["kind"] == "error":
+                    rank.reported = failure
+                else:
+                    rank.raised = failure
 
     def blame(self, failure: Failure) -> None:
         """Record that a rank hangs, unless it has failed or ended in the meantime."""
@@ -319,8 +329,8 @@ class Verdicts:
         if self.is_free:
             return self._restart_with_less(cause)
         more = retry_environ(cause.message)
-        is_to_see_more = bool(more) and not more.items() <= {**os.environ, **self.environ}.items()
-        if self.stop_signal or not (self._may_restart(cause) or is_to_see_more):
+        self._had_more = bool(more) and more.items() <= {**os.environ, **self.environ}.items()
+        if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
         # An error of the script, such as one that another attempt says more about, is no lost worker.
         left = self._count.shrink(lost) if self._may_shrink(cause) and not more and self._count is not None else 0
@@ -352,17 +362,19 @@ class Verdicts:
     def _then(self, cause: Failure, restarts_left: int, left: int) -> str:
         """Return in words what the launcher does after a failure: `left` is the number of processes with which a run goes on."""
         most = self._request.max_restarts
+        variables = {} if self._had_more else retry_environ(cause.message)
+        more = " ".join(f"{name}={value}" for name, value in variables.items())
         if left:
             return f"going on with {left} process{'es' * (left > 1)}"
         if restarts_left:
             is_counted = not (cause.is_consequence and self._request.num_nodes > 1)  # it is not if a node was lost
             then = f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
-            more = ", ".join(f"{name}={value}" for name, value in self.environ.items())
             return f"{then} with {more}, to see the line" if more else then
-        if cause.note or cause.kind == "error":
+        if cause.note or cause.kind == "error" or self._had_more:
             return ""
-        if cause.kind in ("signal", "hang") or self._request.restart_on_exception:
-            return f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
+        if more or cause.kind in ("signal", "hang") or self._request.restart_on_exception:
+            then = f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
+            return f"{then}; set {more} to see the line" if more else then
         return "not restarted: only kills and hangs are restarted"
 
     def _restart_with_less(self, cause: Failure) -> Verdict:
@@ -378,6 +390,8 @@ class Verdicts:
         return cause.kind == "signal" and not self.stop_signal
 
     def _may_restart(self, cause: Failure) -> bool:
+        if retry_environ(cause.message):  # the error comes again, so that one more attempt is enough
+            return not self._had_more or (cause.kind == "exception" and self._request.restart_on_exception)
         if cause.kind in ("signal", "hang"):
             return True
         if cause.kind == "exception" and cause.is_consequence and self._request.num_nodes > 1:
@@ -438,8 +452,8 @@ class Verdicts:
         text = f"error: {cause}"
         if cause.note:
             text += f"; {cause.note}"
-        elif cause.kind in ("signal", "hang"):
-            text += f"; {self._then(cause, 0, 0)}"
+        elif cause.kind in ("signal", "hang") and (then := self._then(cause, 0, 0)):
+            text += f"; {then}"
         if cause.kind == "signal" and (hint := hint_of(cause.message)):
             text += f"\nhint: {hint}"
         if cause.traceback and cause.kind == "exception":
@@ -481,8 +495,8 @@ def in_words(cause: Failure) -> str:
     if cause.is_consequence:
         where = f" on {cause.node}" if cause.node else ""
         return f"rank {cause.rank}{where} lost the connection to another rank"
-    message = cause.message
-    if may_abort(message):  # the library adds the same advice to each of them
-        message = message.splitlines()[0]
+    message, _, rest = cause.message.partition("\n")
+    if rest and not may_abort(message):  # to such errors, a library adds the same lines of advice each time
+        message = cause.message
     text = f"{cause}: {message}" if cause.kind == "exception" and message else str(cause)
     return f"{text}; {cause.note}" if cause.note else text

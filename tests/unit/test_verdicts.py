@@ -17,6 +17,7 @@ import pytest
 
 from distributed.backends._ray.launch import _Launch
 from distributed.backends._ray.rendezvous import RendezvousServer
+from distributed.config.registry import hint_of
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.forkserver import ForkServer
 from distributed.launching.heartbeat import Board
@@ -311,10 +312,18 @@ def test_an_error_of_a_kernel_that_aborts_a_worker_is_told_and_made_again_with_i
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("warning: rank 0 was killed by signal 6 (SIGABRT): ") and "PG" not in said
     assert said.endswith(f"{ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line")
-    assert (
-        abort(run, found, 1, "Aborted") is Verdict.RESTART
-    )  # of another kind: the message of the first attempt is not its own
+    # The second abort has no message. That of the first attempt must not be taken for it.
+    assert abort(run, found, 1, "Aborted") is Verdict.RESTART
     assert found.environ == {} and "(SIGABRT): restarting" in capsys.readouterr().err
+
+
+def test_an_error_of_a_kernel_is_made_again_only_once(run, capsys):
+    found, text = verdicts(run, io.StringIO()), ABORT.format("AcceleratorError", ASSERTED)
+    assert abort(run, found, 0, text) is Verdict.RESTART
+    assert abort(run, found, 1, text, restarts_left=2) is Verdict.OVER
+    found.finish()
+    error = f"error: rank 0 was killed by signal 6 (SIGABRT): {ASSERTED}"
+    assert capsys.readouterr().err.splitlines()[1:] == [error, f"hint: {hint_of(ASSERTED)}"]
 
 
 def test_an_error_of_a_kernel_without_a_restart_ends_with_what_to_do(run, capsys):
@@ -323,8 +332,9 @@ def test_an_error_of_a_kernel_without_a_restart_ends_with_what_to_do(run, capsys
     assert found.environ == {}
     assert found.finish() == 1
     *_, error, hint = capsys.readouterr().err.splitlines()
-    assert error == f"error: rank 0 was killed by signal 6 (SIGABRT): {ASSERTED}; max_restarts=0"
-    assert hint.startswith("hint: Usually an index is out of range") and "CUDA_LAUNCH_BLOCKING=1" in hint
+    then = "max_restarts=0; set CUDA_LAUNCH_BLOCKING=1 to see the line"
+    assert error == f"error: rank 0 was killed by signal 6 (SIGABRT): {ASSERTED}; {then}"
+    assert hint == f"hint: {hint_of(ASSERTED)}" and "an index is out of range" in hint
 
 
 def test_fewer_workers_do_not_help_against_the_error_of_a_kernel(run, capsys):
@@ -335,29 +345,40 @@ def test_fewer_workers_do_not_help_against_the_error_of_a_kernel(run, capsys):
         assert found.environ == ({} if verdict is Verdict.REGROUP else {"CUDA_LAUNCH_BLOCKING": "1"})
 
 
-def raise_asserted(found, attempt, restarts_left):
-    """Let the only worker report the error of a kernel in an attempt, and return the verdict."""
+def say(kind, message):
+    """Return what the only worker tells about an error."""
+    return {
+        "op": "event", "kind": kind, "rank": 0, "time": time.time(), "type": "AcceleratorError", "message": message,
+        "traceback": "here", "exit_code": 1, "is_message_enough": False,
+    }  # fmt: skip
+
+
+def raise_asserted(found, attempt, restarts_left, kind):
+    """Let the only worker tell of the error of a kernel, and abort. Return the verdict."""
     found.begin({0: 0}, attempt)
-    found.add(
-        {
-            "op": "event", "kind": "error", "rank": 0, "time": time.time(), "type": "AcceleratorError",
-            "message": f"{ASSERTED}\nSearch for it", "traceback": "here", "exit_code": 1, "is_message_enough": False,
-        }
-    )  # fmt: skip
-    found.add(
-        {"op": "exit", "local_rank": 0, "status": -signal.SIGABRT, "time": time.time()}
-    )  # torch aborts afterwards
+    found.add(say(kind, f"{ASSERTED}\nSearch for it"))
+    found.add({"op": "exit", "local_rank": 0, "status": -signal.SIGABRT, "time": time.time()})
     return found.judge(restarts_left)
 
 
-def test_an_error_of_a_kernel_that_python_raised_is_made_again_once(run, capsys, monkeypatch):
+@pytest.mark.parametrize("kind", ["error", "raises"])
+def test_an_error_of_a_kernel_that_python_raised_is_made_again_once(run, capsys, monkeypatch, kind):
     monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
     found = verdicts(run, io.StringIO())
-    assert raise_asserted(found, 0, 3) is Verdict.RESTART and found.environ == {"CUDA_LAUNCH_BLOCKING": "1"}
-    assert raise_asserted(found, 1, 2) is Verdict.OVER and found.environ == {}
+    assert raise_asserted(found, 0, 3, kind) is Verdict.RESTART and found.environ == {"CUDA_LAUNCH_BLOCKING": "1"}
+    assert raise_asserted(found, 1, 2, kind) is Verdict.OVER and found.environ == {}
     (said,) = capsys.readouterr().err.splitlines()  # without the advice that torch adds to the message
     assert said == (
         f"warning: rank 0 failed with AcceleratorError: {ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line"
     )
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    assert raise_asserted(verdicts(run, io.StringIO()), 0, 3) is Verdict.OVER
+    assert raise_asserted(verdicts(run, io.StringIO()), 0, 3, kind) is Verdict.OVER
+
+
+def test_an_error_that_a_worker_has_caught_is_not_its_failure(run):
+    found = verdicts(run, io.StringIO())
+    found.begin({0: 0}, 0)
+    found.add(say("raises", "CUDA error: x"))
+    assert found.judge(3) is Verdict.AT_WORK
+    found.add({"op": "exit", "local_rank": 0, "status": 0, "time": time.time()})
+    assert found.judge(3) is Verdict.DONE

@@ -95,9 +95,11 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t), _copier(t)) for name, t in tensors.items()]
-    write_tensors(path, raw, metadata)
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.synchronize()
+    try:
+        write_tensors(path, raw, metadata)
+    finally:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
 
 
 def dtype_of(word: str) -> torch.dtype:

@@ -1,9 +1,9 @@
-"""One worker whose micro-batches of more than 8 samples need more memory than it may use."""
+"""One worker whose micro-batches of more than 8 samples need more memory than there is."""
 
 from __future__ import annotations
 
 import torch
-from gpu_support import DEVICE, REHEARSAL, TOO_MUCH, Net, data, sgd
+from gpu_support import DEVICE, TOO_MUCH, Net, data, sgd
 from torch.nn.functional import cross_entropy
 
 from distributed import Trainer
@@ -15,8 +15,6 @@ def step(model, batch):
     return cross_entropy(model(batch[0]), batch[1])
 
 
-if not REHEARSAL:
-    torch.cuda.memory.set_per_process_memory_fraction(0.1)
 ours = Trainer(Net(), training_step=step, optimizer=sgd)
 ours.fit(data())
 ours.save("weights.safetensors")

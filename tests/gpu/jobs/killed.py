@@ -1,4 +1,4 @@
-"""One worker that is killed once, after update 13, if KILLED names a file."""
+"""One worker that is killed once, after update 17, if KILLED names a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distributed import Callback, Trainer
 class Kill(Callback):
     def on_step_end(self, state, result):
         mark = os.environ["KILLED"]
-        if mark and state.step == 13 and not Path(mark).exists():
+        if mark and state.step == 17 and not Path(mark).exists():
             Path(mark).touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
