@@ -108,9 +108,7 @@ class Verdicts:
         self._repeats = Repeats()
         self._micro_batches: dict[int, int] = {}  # the newest limit of `auto_micro_batch` by the number of the fit
         self.environ: dict[str, str] = {}  # more variables of the workers of the next attempt
-        self._had_more = (
-            False  # whether the attempt had the variables with which another one would say more about its failure
-        )
+        self._had_more = False  # whether the attempt that failed had the variables that say more about its failure
         self.is_free = False  # whether the restart on which `judge` decided last does not count for `max_restarts`
         # Looks for a worker that hangs, when all failures are lost connections. May return None.
         self.find_hang: Callable[[], Failure | None] = lambda: None
