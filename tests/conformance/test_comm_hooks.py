@@ -11,6 +11,7 @@ from tests.conformance.jobs.recording import distance, read
 
 JOB = Path(__file__).parent / "jobs" / "comm_hooks.py"
 WORLD = 4
+pytestmark = pytest.mark.full  # test_resume_buckets.py trains with a hook by default
 BUCKETS = [612, 544, 384]  # number of elements in each bucket, all even
 
 

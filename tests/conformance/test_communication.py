@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parent / "jobs" / "communication" / "script.py"
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 # A script as guides show it: written for GPUs, and run on CPUs with one flag.
@@ -73,6 +75,7 @@ def test_every_call_works_under_our_launcher(run_python, tmp_path):
     assert [(each["world_size"], each["argv"]) for each in found] == [(2, ["--epochs", "3"])]
 
 
+@pytest.mark.full  # test_launch.py compares the environment of our workers with that of torchrun's
 def test_every_call_works_on_three_ranks_of_torchrun(run_python, tmp_path):
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
     found = facts(run_python([*torchrun, str(SCRIPT)], cwd=tmp_path, env=ONE_THREAD))

@@ -124,14 +124,15 @@ def check_token(listeners, run):
 
 
 # One of the runs on two nodes is attacked. The others open the same sockets, and those that their engine opens on one node.
-# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`.
-ALIKE = ("single", "fsdp", "deepspeed", "fit() of a script")
+# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`, as are the engines whose sockets
+# are their library's.
+IN_FULL = ("single", "fsdp", "deepspeed", "fit() of a script", "horovod", "tensorflow")
 
 
 def marks_of(name):
     if name == "ray":
         return (pytest.mark.cluster, pytest.mark.xdist_group("a cluster of Ray"))
-    return FULL if name in ALIKE else ()
+    return FULL if name in IN_FULL else ()
 
 
 ATTACKED = [name for name, start in listening.STARTS.items() if start.nodes == 1 or start.backend == "pytorch-ddp"]

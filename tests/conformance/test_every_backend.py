@@ -23,16 +23,17 @@ from distributed.testing.travel import table, travel
 from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 
-# `make test` runs each engine of torch once, in pairs of adapter and number of processes. `make test-full` adds the rest of the
-# product, and two adapters that other tests compare by default: TensorFlow (test_tensorflow.py with a plain loop, test_parity.py
-# with torch), and Ray, whose workers run the engine that is tested here (test_ray.py compares their bits with those of pytorch-ddp).
+# `make test` runs the engines that torch has itself, in pairs of adapter and number of processes. `make test-full` adds the rest of the
+# product, and the adapters that other tests compare by default: Horovod (test_horovod.py with pytorch-ddp), ZeRO (test_deepspeed.py with
+# one process), TensorFlow (test_tensorflow.py with a plain loop, test_parity.py with torch), and Ray, whose workers run the engines that
+# are tested here (test_ray.py compares their bits with those of pytorch-ddp).
 # `python -m distributed.testing 'ray[cpus_per_worker=0.5]:1,3'` runs any other row.
 ROWS = """
-    single:1 pytorch-ddp:3 fsdp:2 horovod:2 deepspeed[zero_stage=3]:2
+    single:1 pytorch-ddp:3 fsdp:2
 """
 MORE_ROWS = """
-    pytorch-ddp:1,2 fsdp:1,3 horovod:1,3 deepspeed[zero_stage=0]:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=2]:2
-    deepspeed[zero_stage=3]:3 ray[cpus_per_worker=0.5]:2 ray[engine=fsdp]:2 tensorflow:2
+    pytorch-ddp:1,2 fsdp:1,3 horovod:1,2,3 deepspeed[zero_stage=0]:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=2]:2
+    deepspeed[zero_stage=3]:2,3 ray[cpus_per_worker=0.5]:2 ray[engine=fsdp]:2 tensorflow:2
 """
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from distributed.runs.temporary import remove_leftovers
-from tests.conftest import clean_environment, poll
+from tests.conftest import Started, clean_environment, poll
 
 JOBS = Path(__file__).parent / "jobs"
 pytestmark = pytest.mark.timeout(600)
@@ -25,11 +24,13 @@ def home(tmp_path_factory):
     """Return a directory where the script ran in mode `all` (fits of 2, 1 and 1 epochs with other calls between) and in mode `three`."""
     directory = tmp_path_factory.mktemp("script")
     for mode in ("all", "three"):
-        done = subprocess.run(
-            [sys.executable, JOBS / "plain/script.py", mode],
-            cwd=directory, env=clean_environment(), capture_output=True, text=True, timeout=250,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        script = [sys.executable, str(JOBS / "plain/script.py"), mode]
+        command = Started(script, tmp_path_factory.mktemp("commands"), directory, clean_environment())
+        try:
+            done = command.finish(250)
+        finally:
+            command.kill()
+        assert done.returncode == 0, done.output
         (directory / f"out-{mode}.txt").write_text(done.stdout)
         (directory / f"err-{mode}.txt").write_text(done.stderr)
     return directory
@@ -184,25 +185,29 @@ def test_the_cause_in_a_worker_is_the_exception_here_and_the_last_thing_on_the_s
     assert done.stderr.count("KeyError: 'no such picture'") == 2  # once in the headline and once in the traceback
 
 
-def test_the_exception_has_the_class_and_message_of_the_workers(run_python, tmp_path):
+def test_the_exception_has_the_class_and_message_of_the_workers_and_the_trainer_can_fit_again(run_python, tmp_path):
     fit = """
-        for kind in ("ConfigError", "ResourceError"):
+        for kind in ("ConfigError", "ResourceError", ""):
             os.environ["KIND"] = kind
             try:
-                trainer.fit(Data())
+                print("again", trainer.fit(Data()).steps)
             except DistributedError as error:
                 print("caught", type(error).__name__, error)
     """
     at_step = """
-        if state.step == 2 and os.environ["RANK"] == "1":
+        if state.step == 2 and os.environ["RANK"] == "1" and os.environ["KIND"]:
             raise {"ConfigError": ConfigError, "ResourceError": ResourceError}[os.environ["KIND"]]("not here: go there")
     """
 
     done = run_python([write(tmp_path, at_step=at_step, fit=fit)], cwd=tmp_path)
 
     assert done.returncode == 0, done.output
-    caught = [line for line in done.stdout.splitlines() if line.startswith("caught")]
-    assert caught == ["caught ConfigError not here: go there", "caught ResourceError not here: go there"]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("caught", "again"))]
+    assert lines == [
+        "caught ConfigError not here: go there",
+        "caught ResourceError not here: go there",
+        "again 16",
+    ], done.output
     assert done.stderr == ""
 
 
@@ -213,21 +218,6 @@ def test_a_refusal_is_raised_before_anything_starts(run_python, tmp_path):
 
     assert done.returncode == 1 and done.within(10)
     assert done.stderr.splitlines()[-1].startswith("distributed.errors.ConfigError: run directory 'runs")
-
-
-def test_a_trainer_can_fit_again_after_its_workers_failed(run_python, tmp_path):
-    fit = """
-        try:
-            trainer.fit(Data())
-        except TrainingError:
-            open("mended", "w").close()
-        print("again", trainer.fit(Data()).steps)
-    """
-    at_step = "if state.step == 2 and not os.path.exists('mended'): raise ValueError('once')"
-
-    done = run_python([write(tmp_path, at_step=at_step, fit=fit)], cwd=tmp_path)
-
-    assert "again 16" in done.stdout, done.output
 
 
 def test_what_cannot_be_sent_is_said(run_python, tmp_path):
@@ -264,14 +254,16 @@ def test_killing_the_caller_leaves_nobody_and_no_data(start, tmp_path):
     poll(swept, 5, lambda: f"left: {list((tmp_path / 'tmp').iterdir())}")
 
 
-def test_a_killed_worker_is_replaced_and_the_result_is_the_same(run_python, tmp_path):
+def test_a_killed_worker_is_replaced_the_result_is_the_same_and_no_temporary_file_is_left(run_python, tmp_path):
     first_of_rank_1 = "os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
     kill = f"if state.step == 5 and {first_of_rank_1}: os.kill(os.getpid(), 9)"
     found = []
     for name, at_step in (("clean", "pass"), ("hurt", kill)):
-        (tmp_path / name).mkdir()
-        done = run_python([write(tmp_path / name, at_step=at_step)], cwd=tmp_path / name)
+        (tmp_path / name / "tmp").mkdir(parents=True)
+        environ = {"TMPDIR": str(tmp_path / name / "tmp")}
+        done = run_python([write(tmp_path / name, at_step=at_step)], cwd=tmp_path / name, env=environ)
         assert done.returncode == 0, done.output
+        assert list((tmp_path / name / "tmp").glob("distributed*")) == []
         assert ("was killed by signal 9 (SIGKILL): restarting (1 of 3)" in done.stderr) == (name == "hurt")
         found.append(weights(next((tmp_path / name / "runs").iterdir())))
     assert found[0] == found[1]
@@ -348,11 +340,3 @@ def test_an_interrupt_before_the_workers_run_is_clean(start, tmp_path):
     assert done.returncode in (-2, 1), done.output
     assert done.stderr.count("Traceback") <= 1, done.output
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
-
-
-def test_nothing_is_left_in_the_temporary_directory(run_python, tmp_path):
-    (tmp_path / "tmp").mkdir()
-    done = run_python([write(tmp_path)], cwd=tmp_path, env={"TMPDIR": str(tmp_path / "tmp")})
-
-    assert done.returncode == 0, done.output
-    assert list((tmp_path / "tmp").glob("distributed*")) == []

@@ -19,7 +19,8 @@ WORLDS = {
     "fsdp-2": ("fsdp", 2, ()), "fsdp-3": ("fsdp", 3, ()), "ray-fsdp-2": ("ray", 2, ("--set", "ray.engine=fsdp")),
     "ray-2": ("ray", 2, ()),
 }  # fmt: skip
-SOME = [pytest.param(name, marks=FULL if name in ("fsdp-3", "ray-2", "ray-fsdp-2") else ()) for name in WORLDS]
+BY_DEFAULT = ("single", "ddp-2")  # test_every_backend.py trains several models on three processes, and in shards
+SOME = [pytest.param(name, marks=() if name in BY_DEFAULT else FULL) for name in WORLDS]
 pytestmark = pytest.mark.timeout(600)
 
 

@@ -48,6 +48,12 @@ MIRRORED = [
 ]  # fmt: skip
 MIRRORED_BY_DEFAULT = ["plain", "clipped", "accumulated", "sample-weights", "nan-skip"]
 DROPPING = ["dropping", "dropping-resumed"]
+# What `make test` compares on two processes. `make test-full` runs every case there, and both run every case on one.
+ON_TWO_BY_DEFAULT = [
+    "plain", "adamw", "clipped", "accumulated", "decayed-warmed", "compiled", "weighted", "sample-weights", "indexed", "batches",
+    "float32", "mixed", "scaled", "set-rate", "over-all", "step", "dropping", "dropping-resumed", "nan-skip", "stopped", "softmax",
+    "squares", "different", "streams", "synchronized",
+]  # fmt: skip
 
 STEPS = [
     "plain", "adamw", "clipped", "warmed", "squares", "weighted", "sample-weights", "decayed", "decayed-warmed", "set-rate",
@@ -72,9 +78,14 @@ def all_cases(run_cli_once, out, world, flags=(), names=()):
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory, run_cli_once):
-    """Return world size -> the result of `all_cases`. Each world is started once."""
-    return {world: all_cases(run_cli_once, tmp_path_factory.mktemp(f"keras-{world}"), world) for world in (1, 2)}
+def worlds(tmp_path_factory, run_cli_once, request):
+    """Return world size -> the result of `all_cases`. Each world is started once, the second with what the chosen tests compare."""
+    here = [item for item in request.session.items if item.path == request.path]
+    on_two = [] if any(item.get_closest_marker("full") for item in here) else ON_TWO_BY_DEFAULT
+    return {
+        world: all_cases(run_cli_once, tmp_path_factory.mktemp(f"keras-{world}"), world, names=names)
+        for world, names in ((1, []), (2, on_two))
+    }
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +102,7 @@ def mirrored(tmp_path_factory, run_cli_once, request):
     return {name: ranks[0] for name, ranks in cases.items()}, console
 
 
-@pytest.fixture(params=[1, 2])
+@pytest.fixture(params=[1, pytest.param(2, marks=FULL)])
 def seen(worlds, request):
     """Return case -> what the main process saw."""
     return {name: ranks[0] for name, ranks in worlds[request.param][0].items()}
@@ -100,7 +111,7 @@ def seen(worlds, request):
 @pytest.fixture
 def both(worlds):
     """Return case -> what the main process saw in a world of one and in a world of two."""
-    return {name: (worlds[1][0][name][0], worlds[2][0][name][0]) for name in worlds[1][0]}
+    return {name: (worlds[1][0][name][0], ranks[0]) for name, ranks in worlds[2][0].items()}
 
 
 def distance(one, other):
@@ -112,8 +123,9 @@ def distance(one, other):
 
 
 def test_two_processes_give_the_weights_of_one(both):
-    compared = {n: distance(*pair) for n, pair in both.items() if n not in OWN and all("weights" in p for p in pair)}
-    assert len(compared) > 30
+    others = {*OWN, *REFUSED, *REFUSED_ON_SEVERAL, "nan-stop"}
+    compared = {name: distance(*pair) for name, pair in both.items() if name not in others}
+    assert len(compared) > 15
     assert {name: apart for name, apart in compared.items() if apart > 1e-9} == {}
 
 

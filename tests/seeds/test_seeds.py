@@ -193,6 +193,7 @@ def told(run_dir: Path) -> list[tuple[str, str]]:
     return [re.search(r"loss ([\d.]+) weights (\S+)", log).groups() for log in logs]
 
 
+@pytest.mark.docs
 @pytest.mark.parametrize("document", ["000", "001"])
 def test_the_launcher_trains_the_template(shell, tmp_path, document):
     """000/launch.sh with 000/train.py, 001/launch.sh with 001/train.py"""
@@ -205,6 +206,7 @@ def test_the_launcher_trains_the_template(shell, tmp_path, document):
     assert first == second and float(first[0]) < 0.5  # above 1 before; the ranks saw other samples
 
 
+@pytest.mark.docs
 def test_a_single_node_script_that_exports_rank_0_launches(shell, tmp_path):
     done = shell("001/single_node.sh", {"train.py": SAMPLES / "001/train.py"})
 
@@ -216,6 +218,7 @@ def test_a_single_node_script_that_exports_rank_0_launches(shell, tmp_path):
     assert first == second
 
 
+@pytest.mark.docs
 def test_a_script_that_joins_the_others_also_runs_alone(shell):
     done = shell("001/cpu.sh", {"your_distributed_script.py": SAMPLES / "001/simple.py"})
 
@@ -246,6 +249,7 @@ def test_a_trainer_runs_under_torchs_older_launcher(shell):
     assert "4 steps of 2 processes" in done.stdout
 
 
+@pytest.mark.docs
 def test_a_crashed_run_of_the_same_checkpoint_directory_goes_on(start, tmp_path):
     """002/fault_tolerance.py"""
     crashed, done = (
@@ -273,6 +277,7 @@ def runs_of(directory: Path) -> list[Path]:
     return runs
 
 
+@pytest.mark.docs
 def test_world_size_alone_starts_that_many_processes(shell, tmp_path):
     done = shell("003/single_node.sh", GPT)
 
@@ -282,6 +287,7 @@ def test_world_size_alone_starts_that_many_processes(shell, tmp_path):
     assert "'32'\n- --attention-heads" in smaller and "'64'\n- --attention-heads" in larger
 
 
+@pytest.mark.docs
 def test_world_size_with_a_rank_is_one_process_of_several_commands(start, tmp_path):
     """003/rank_0.sh, 003/rank_1.sh"""
     shutil.copy(GPT["char_gpt.py"], tmp_path)
@@ -306,6 +312,7 @@ def test_gradient_checkpointing_and_mixed_precision_by_the_flags_of_003(shell, t
     assert len(runs_of(tmp_path)) == 2
 
 
+@pytest.mark.docs
 def test_the_other_flags_of_003(shell, tmp_path):
     done = shell("003/research.sh", GPT)
 

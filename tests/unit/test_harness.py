@@ -77,33 +77,39 @@ def test_a_case_whose_library_is_missing_is_a_skip_that_says_so(monkeypatch):
 
 
 FORKED = """
-import json, os, subprocess, sys
+import atexit, json, os, subprocess, sys, threading
 print(json.dumps([sys.argv, os.getcwd(), os.environ["KEY"], __name__, __file__, "torch" in sys.modules]))
 sys.stderr.write("to stderr")
 if "child" in sys.argv:
     subprocess.Popen(["sleep", "60"], start_new_session=True)
-sys.exit(3)
+atexit.register(print, "at exit")
+threading.Timer(0.2, print, ["from a thread"]).start()
+if "error" in sys.argv:
+    raise ValueError("on purpose")
+sys.exit("in words" if "words" in sys.argv else 3)
 """
 
 
-def test_a_forked_command_is_like_one_from_nothing(start, tmp_path):
+@pytest.mark.parametrize(
+    ("argument", "code", "ending"),
+    [("a b", 3, "to stderr"), ("words", 1, "in words"), ("error", 1, "ValueError: on purpose")],
+)
+def test_a_forked_command_is_like_one_from_nothing(start, tmp_path, argument, code, ending):
     script = tmp_path / "script.py"
     script.write_text(FORKED)
-    argv = [sys.executable, "script.py", "a b"]
+    argv = [sys.executable, "script.py", argument]
     forked, fresh = (start(argv, cwd=tmp_path, env={"KEY": "value"}, fresh=fresh) for fresh in (False, True))
     assert marked(forked.mark) and forked.mark != fresh.mark
 
     one, other = forked.finish(60), fresh.finish(60)
 
     assert one.is_forked and not other.is_forked
-    assert (one.returncode, one.stderr) == (other.returncode, other.stderr) == (3, "to stderr")
-    *facts, has_torch = json.loads(one.stdout)
-    assert (
-        facts
-        == json.loads(other.stdout)[:-1]
-        == [["script.py", "a b"], str(tmp_path), "value", "__main__", str(script)]
-    )
-    assert has_torch and not json.loads(other.stdout)[-1]
+    for done in (one, other):
+        assert done.returncode == code and done.stderr.rstrip().endswith(ending), done.output
+        first, *last = done.stdout.splitlines()
+        *facts, has_torch = json.loads(first)
+        assert facts == [["script.py", argument], str(tmp_path), "value", "__main__", str(script)]
+        assert has_torch == done.is_forked and last == ["from a thread", "at exit"]
     with pytest.raises(AssertionError, match="run it with fresh=True"):
         one.within(60)
 

@@ -209,13 +209,19 @@ def distributed_trials():
     }  # fmt: skip
 
 
-def failures():
+def died():
     once = tuner("once", dies_once, {"lr": [0.1]}, metric="val_loss", search="grid", max_failures=1)
     once.tune()
     lines = [json.loads(line) for line in (OUT / "once" / "trials.jsonl").read_text().splitlines()]
+    return {
+        "retried": [line["event"] for line in lines],
+        "epochs": [line["row"]["epoch"] for line in lines if line["event"] == "row"],
+    }
+
+
+def failures():
     some = tuner("some", crashes_at_two, {"a": [1, 2, 3]}, mode="max", search="grid")
     return {
-        "retried": [line["event"] for line in lines], "epochs": [line["row"]["epoch"] for line in lines if line["event"] == "row"],
         "some": some.tune(), "errors": [trial.get("error") for trial in sweep_of("some")["trials"]],
         "all": told(lambda: tuner("all", crashes, {"a": [1, 2, 3, 4, 5, 6, 7, 8]}, search="grid").tune()),
         "crashed": len(sweep_of("all")["trials"]), "log": (OUT / "all" / "trials" / "00000.log").read_text(),
@@ -235,11 +241,12 @@ def refusals():
 
 
 def resume():
-    first = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, seed=7)
+    settings = {"seed": 7, "max_concurrent": 1}
+    first = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, **settings)
     first.tune(3)
-    again = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, seed=7, resume=True)
+    again = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, **settings, resume=True)
     again.tune(5)
-    whole = tuner("whole", slow, {"a": {"uniform": [0, 1]}}, seed=7)
+    whole = tuner("whole", slow, {"a": {"uniform": [0, 1]}}, **settings)
     whole.tune(5)
     lines = [json.loads(line) for line in (OUT / "resume" / "trials.jsonl").read_text().splitlines()]
     return {
@@ -292,7 +299,7 @@ def _artifacts(run):
 
 SEARCHES = {
     "few": (grid, named, failures, refusals, resume),
-    "more": (asha, distributed_trials, optuna, pbt, hyperband, tracked),
+    "more": (died, asha, distributed_trials, optuna, pbt, hyperband, tracked),
 }
 
 
