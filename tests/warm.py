@@ -23,7 +23,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -265,20 +264,6 @@ def _outcome(argv: list[str]) -> int:
     return 0
 
 
-def _end(code: int) -> None:
-    """End this process as Python does, but leave its modules as they are.
-
-    Python clears every module, which would copy the memory that this process shares with the one that forked it: two CPU seconds.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the script closed it
-            stream.flush()
-    ctypes.CDLL(None).fflush(None)
-    os._exit(code & 0xFF)
-
-
 if __name__ == "__main__":
     sys.path[0] = str(ROOT)
     _import(sys.argv[3])
@@ -287,4 +272,8 @@ if __name__ == "__main__":
     _request = _serve(socket.socket(fileno=int(sys.argv[1])))
     if _request is not None:
         _become(_request, sys.argv[2])
-        _end(_outcome(_request["argv"][1:]))
+        from distributed.runs.processes import finish
+
+        code = _outcome(_request["argv"][1:])
+        finish()
+        os._exit(code & 0xFF)  # Python would copy the memory of all modules to clear them: two CPU seconds

@@ -9,6 +9,7 @@ from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, nearest
 from distributed.loggers.wording import shown
+from distributed.runs.processes import leave
 
 # verb -> (module, name of its typer app or command function, description for `--help`), in groups
 GROUPS = {
@@ -60,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         code = 3
     except KeyboardInterrupt:
         code = 130
-    sys.exit(code)
+    if argv is not None:
+        sys.exit(code)
+    leave(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -3,5 +3,6 @@
 import sys
 
 from distributed.launcher.scripts import main
+from distributed.runs.processes import leave
 
-sys.exit(main(sys.argv[1:]))
+leave(main(sys.argv[1:]))

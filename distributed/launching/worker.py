@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import importlib.machinery
 import json
@@ -11,7 +10,6 @@ import pickle
 import pkgutil
 import signal
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -37,7 +35,7 @@ from distributed.launching.request import (
 from distributed.launching.sharing import ways_out
 from distributed.launching.variables import set_missing
 from distributed.loggers.registry import environ_of_run
-from distributed.runs.processes import REGROUP_SIGNAL, flush_c_streams, keep_interrupts
+from distributed.runs.processes import REGROUP_SIGNAL, finish, flush, keep_interrupts
 from distributed.state import OnEvent
 
 _LONGEST_DIRECTORY = 80  # bytes, such that the path of a socket below it has at most 107 (unix(7))
@@ -72,7 +70,9 @@ def run_worker(request: LaunchRequest, command: dict[str, Any], fds: list[int]) 
         _report_unused(request, on_event)
     if code == 0:
         _report_unshared(on_event)
-    _finish()
+    # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter): C++ destructors
+    # are left out, because those of torch can abort.
+    finish()
     return code
 
 
@@ -145,7 +145,7 @@ def _is_shared() -> bool:
 
 def _report_unused(request: LaunchRequest, on_event: OnEvent) -> None:
     if names := unused_settings():
-        _flush()
+        flush()
         on_event({"kind": "warning", "text": f"{request.script} made no Trainer, so {', '.join(names)} had no effect"})
 
 
@@ -182,7 +182,7 @@ def _before_script(request: LaunchRequest, found: WorkerEnvironment | None, on_e
 
 def _failed(error: BaseException, on_event: OnEvent) -> int:
     """Report `error` with its tracebacks, and return the exit code of the worker."""
-    _flush()
+    flush()
     event = failure_event(error)
     on_event(event)
     return int(event["exit_code"])
@@ -239,26 +239,6 @@ def _take_streams(fds: list[int]) -> None:
 
 def _seed(overrides: Overrides) -> None:
     seed_generators(int(overrides.value("seed", 0)))
-
-
-def _finish() -> None:
-    """Do what the interpreter does at its end: wait for threads, call the exit functions, flush the buffers.
-
-    Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter): C++
-    destructors are left out, because those of torch can abort.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    _flush()
-    flush_c_streams()
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # the script closed the stream, or its reader has ended
-            continue
 
 
 def _write_error_file(event: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ psutil is not used: the launcher does not depend on it, and of these functions i
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import os
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # after one of these signals, a run saves its state and ends
 # With this signal the launcher makes the workers of a run save and end, so that the run goes on with another number of them. They
@@ -94,6 +96,31 @@ def is_running(pid: int) -> bool:
     return state not in ("Z", "X")
 
 
-def flush_c_streams() -> None:
-    """Flush the output of C libraries, because `os._exit` does not."""
-    ctypes.CDLL(None).fflush(None)
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code, as `sys.exit` does at the end of a program. Call this from the main thread.
+
+    Python then clears all modules, which takes 0.4 s once torch was imported. They are left as they are, unless a profiler or
+    debugger watches the end.
+    """
+    if "torch" not in sys.modules or sys.getprofile() is not None or sys.gettrace() is not None:
+        sys.exit(code)
+    finish()
+    os._exit(code & 0xFF)
+
+
+def finish() -> None:
+    """Do what the interpreter does at its end before it clears the modules: wait for threads, call the exit functions, flush the
+    buffers."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    flush()
+    ctypes.CDLL(None).fflush(None)  # the output of C libraries
+
+
+def flush() -> None:
+    """Flush the streams of Python. Do nothing if the script closed them, or if their reader has ended."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            continue
