@@ -15,7 +15,7 @@ def main() -> None:
     from distributed.errors import DistributedError
     from distributed.launching.forkserver import launch
     from distributed.launching.request import LaunchRequest
-    from distributed.runs.processes import die_with_parent
+    from distributed.runs.processes import die_with_parent, leave
 
     die_with_parent(int(sys.argv[2]))
     try:
@@ -23,7 +23,7 @@ def main() -> None:
     except DistributedError as error:
         sys.stderr.write(f"error: {error}\n")
         code = error.exit_code
-    sys.exit(code)
+    leave(code)
 
 
 def _request_text(name: str) -> str:

@@ -152,11 +152,14 @@ class _Server:
 
 
 def _main(fd: int, preload: list[str]) -> Any:
+    from distributed.runs.processes import leave
+
     gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the children share
     for name in preload:
         importlib.import_module(name)
     gc.freeze()
     _Server(socket.socket(fileno=fd)).serve()
+    leave(0)
 
 
 if __name__ == "__main__":
