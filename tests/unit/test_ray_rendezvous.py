@@ -57,6 +57,30 @@ def test_whoever_ray_starts_after_the_end_is_turned_away(run_python):
     assert done.returncode == 0 and done.stdout == "turned away\n", done.output
 
 
+CLOSED = """
+import os, signal, time, types
+from distributed.backends._ray.rendezvous import RendezvousServer
+from distributed.launching.stopping import Signals, Stop
+
+events, _ = os.pipe()
+with Signals() as signals:
+    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: None, lambda *_: None)
+    server.start(types.SimpleNamespace(events=events))
+    server._lock.acquire()
+    os.kill(os.getpid(), signal.SIGCHLD)
+    time.sleep(0.5)  # the thread sees that there is a signal, and waits for the lock
+    server.close()
+server._lock.release()
+server._thread.join(10)
+print("ended", not server._thread.is_alive())
+"""
+
+
+def test_a_signal_that_comes_last_is_not_read_from_a_descriptor_that_is_closed(run_python):
+    done = run_python(["-c", CLOSED])
+    assert done.stdout == "ended True\n" and done.stderr == "", done.output
+
+
 SILENT = """
 import errno, os, queue, time, types
 from distributed.backends._ray.rendezvous import RendezvousServer, connect

@@ -119,6 +119,7 @@ class _Launch:
                 self._wait_for_ray()
         finally:
             ray.end()
+            self._server.close()
         self._warn_of_strangers()
         return self._verdicts.finish() if is_judged else self._never_begun()
 

@@ -81,6 +81,7 @@ class RendezvousServer:
         self.num_lost = 0  # workers of this attempt that have gone without an exit status, as when their node is lost
         self._silent: set[str] = set()  # nodes of this attempt that do not answer
         self._is_over = False  # if True, workers that Ray starts later are refused
+        self._is_closed = False
         self.token = secrets.token_hex(16)
         self._selector = selectors.DefaultSelector()
         self.listener = SealedListener(self._selector, self.token, self._admit)
@@ -91,6 +92,11 @@ class RendezvousServer:
         """Start the thread. It accepts workers once Ray's process has reported that it listens on the port."""
         self._selector.register(ray.events, selectors.EVENT_READ, lambda _: self._read_events(ray))
         self._thread.start()
+
+    def close(self) -> None:
+        """Read nothing more. Call this before the signals are closed: the end of Ray's process makes them readable once more."""
+        with self._lock:
+            self._is_closed = True
 
     def send_to_all(self, **command: Any) -> None:
         """Send a command to every worker of this attempt."""
@@ -126,6 +132,8 @@ class RendezvousServer:
             while True:
                 for key, _ in self._selector.select(self._patience_s()):
                     with self._lock:
+                        if self._is_closed:
+                            return
                         key.data(key.fileobj)
                 self.listener.send_late_away()
                 if self._stop.is_due():
