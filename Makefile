@@ -1,4 +1,4 @@
-# Two commands for a newcomer: `make demo` trains on two processes, `make test` runs the whole suite.
+# Two commands for a newcomer: `make demo` trains on two processes, `make test` runs the tests.
 # Both set up .venv first (Python >= 3.11): `make demo` installs what the demo needs, `make docs` what the site needs, and every other
 # target all of it.
 # PIP_INDEX_URL, PIP_EXTRA_INDEX_URL and the like are pip's own to read.
@@ -18,7 +18,7 @@ HOROVOD_WITH ?=
 # files come first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test test-docs test-full test-cluster test-gpu soak check format docs bench screenshots docker-check release clean horovod
+.PHONY: demo test conformance test-docs test-full test-cluster test-gpu soak check format docs bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(DEMO_STAMP)
@@ -27,7 +27,11 @@ demo: $(DEMO_STAMP)
 test: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST)
 
-# The same with every long matrix: all numbers of processes of every backend, and more kills and starts.
+# The conformance suite on the engines of torch that `make test` tests in other ways only.
+conformance: $(STAMP) $(HOROVOD_STAMP)
+	$(BIN)/python -m distributed.testing horovod:2 'deepspeed[zero_stage=3]:2'
+
+# `make test` with every long matrix: all numbers of processes of every backend, and more kills and starts.
 test-full: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'full or not cluster'
 

@@ -159,7 +159,9 @@ def main(engine: str, name: str, directory: str, warm_up: str, steps: str) -> No
     join, loop_class = ENGINES[engine]
     rank, size = join()
     train(loop_class, name, directory, int(warm_up), int(steps), rank, size)
-    gc.collect()  # torch 2.13 aborts in one process of eight when a DDP wrapper outlives its group
+    # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter): one process of
+    # eight aborts when a DDP wrapper outlives its group.
+    gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
 

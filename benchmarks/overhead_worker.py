@@ -182,7 +182,9 @@ def main(name: str, out: Path, quick: bool) -> None:
         out.write_text(json.dumps(found | {"metric_s": cost_of_metric(workload.batch_size)}))
     loops.clear()
     contestants.clear()
-    gc.collect()  # torch 2.13 aborts in one process of eight when a DDP wrapper outlives its group
+    # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter): one process of
+    # eight aborts when a DDP wrapper outlives its group.
+    gc.collect()
     dist.barrier()
     dist.destroy_process_group()
 

@@ -29,7 +29,9 @@ def main(directory: str) -> None:
         if dist.get_rank() == 0 and step == 50:
             pause(directory)
     del model, optimizer
-    gc.collect()  # torch 2.13 aborts in one process of eight when a DDP wrapper outlives its group
+    # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter): one process of
+    # eight aborts when a DDP wrapper outlives its group.
+    gc.collect()
     dist.destroy_process_group()
 
 

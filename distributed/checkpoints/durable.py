@@ -16,24 +16,24 @@ _BUFFER_BYTES = 1 << 20
 # the processor's cache when their digest is computed.
 _WRITE_BYTES = 2 << 20
 _digests: contextvars.ContextVar[dict[Path, tuple[int, str]] | None] = contextvars.ContextVar("_digests", default=None)
-Place = Callable[[Path, int], memoryview]
-_place: contextvars.ContextVar[Place | None] = contextvars.ContextVar("_place", default=None)
+Allocate = Callable[[Path, int], memoryview]
+_allocate: contextvars.ContextVar[Allocate | None] = contextvars.ContextVar("_allocate", default=None)
 
 
 @contextlib.contextmanager
-def kept_in_memory(place: Place) -> Iterator[None]:
-    """Let `write_file` copy its bytes into the memory that `place(path, num_bytes)` returns, instead of a file, in this block."""
-    token = _place.set(place)
+def kept_in_memory(allocate: Allocate) -> Iterator[None]:
+    """Let `write_file` copy its bytes into the memory that `allocate(path, num_bytes)` returns, instead of a file, in this block."""
+    token = _allocate.set(allocate)
     try:
         yield
     finally:
-        _place.reset(token)
+        _allocate.reset(token)
 
 
 def memory_for(path: Path, num_bytes: int) -> memoryview | None:
     """Return the memory for the content of a new file inside `kept_in_memory`, and None outside of it."""
-    place = _place.get()
-    return None if place is None else place(path, num_bytes)
+    allocate = _allocate.get()
+    return None if allocate is None else allocate(path, num_bytes)
 
 
 @contextlib.contextmanager

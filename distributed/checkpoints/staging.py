@@ -48,7 +48,7 @@ class Staging:
     def copying(self, stage: Path) -> Iterator[None]:
         """Return a block in which `write_file` copies what it would write below `stage`. What was copied before is dropped."""
         self._files = []
-        with kept_in_memory(lambda path, num_bytes: self._place(stage, path, num_bytes)):
+        with kept_in_memory(lambda path, num_bytes: self._memory_for(stage, path, num_bytes)):
             yield
 
     def write(self) -> dict[Path, tuple[int, str]]:
@@ -58,7 +58,7 @@ class Staging:
                 write_file(path, [memory], len(memory))
         return written
 
-    def _place(self, stage: Path, path: Path, num_bytes: int) -> memoryview:
+    def _memory_for(self, stage: Path, path: Path, num_bytes: int) -> memoryview:
         name = path.relative_to(stage)
         kept = self._kept.get(name)
         if kept is None or len(kept) < num_bytes:

@@ -18,10 +18,10 @@ from distributed.runs.why import STANDING, Problem, Why, read_why
 _WIDTH = 80
 _NAME = 10  # columns of the names, with the indentation
 _MOST_LINES = 10  # of all
-_MOST_OF = {"cause": 5}  # lines of a fact; an error of this package ends with what to do
-_MOST_OF_OTHERS = 3
-# Lines that a fact keeps if all together have too many, in the order in which they lose lines.
-_LEAST_OF = {"output": 1, "then": 1, "try": 2, "saves": 1, "cause": 3}
+_MOST_LINES_OF = {"cause": 5}  # lines of a fact, because an error of this package ends with what to do
+_MOST_OTHER_LINES = 3
+# If all facts together have too many lines, these lose lines in this order, down to these numbers.
+_FEWEST_LINES_OF = {"output": 1, "then": 1, "try": 2, "saves": 1, "cause": 3}
 
 
 def why(
@@ -49,8 +49,10 @@ def lines_of(found: Why) -> list[str]:
     }  # fmt: skip
     whole = f"{found.state.path.absolute()}/"  # a message may name files of the run by their whole paths
     facts = {name: text.replace(whole, f"{found.state.path}/") for name, text in facts.items()}
-    lines = {name: _wrapped(name, text, _MOST_OF.get(name, _MOST_OF_OTHERS)) for name, text in facts.items() if text}
-    for name, least in _LEAST_OF.items():
+    lines = {
+        name: _wrapped(name, text, _MOST_LINES_OF.get(name, _MOST_OTHER_LINES)) for name, text in facts.items() if text
+    }
+    for name, least in _FEWEST_LINES_OF.items():
         beyond = 1 + sum(map(len, lines.values())) - _MOST_LINES
         if beyond > 0 and len(here := lines.get(name, ())) > least:
             lines[name] = _wrapped(name, facts[name], max(least, len(here) - beyond))

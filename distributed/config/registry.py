@@ -91,7 +91,7 @@ class BackendEntry:
     profile_environ: Mapping[str, str] = field(default_factory=dict)
     # Part of an error message of a script -> what it means, in one line.
     hints: Mapping[str, str] = field(default_factory=dict)
-    # Part of a message with which a worker ended -> environment variables with which the next attempt says more about it.
+    # Part of a message with which a worker ended -> environment variables with which the next attempt shows the cause.
     retry_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # Parts of the messages of errors after which the library may abort the process while the error is being raised.
     aborts_after: tuple[str, ...] = ()

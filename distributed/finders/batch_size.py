@@ -59,14 +59,14 @@ def find_batch_size(fits: Fits, train_data: Any, *, start: int, max_size: int | 
     """Return the batch size, see `Trainer.find_batch_size`."""
     _check(fits, start, max_size)
     found = None
-    report = Reporter(True, fits.setup.merged.config.verbose)
+    reporter = Reporter(True, fits.setup.merged.config.verbose)
     for size in _sizes(start, max_size):
         reason = _try(fits, train_data, size)
-        report({"kind": "notice", "text": f"batch_size={size}: {reason or 'fits'}"})
+        reporter({"kind": "notice", "text": f"batch_size={size}: {reason or 'fits'}"})
         if reason is not None:
             break
         found = size
-    report.close()
+    reporter.close()
     if found is None:
         kind = ConfigError if isinstance(reason, NotThatSize) else ResourceError
         raise kind(f"start={start} is too large ({reason}): lower it")

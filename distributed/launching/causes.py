@@ -37,7 +37,7 @@ class Failure:
     node: str = ""  # name of the rank's machine, if the launcher started workers on several
     reached: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
     micro_batch: int = 0  # see TrainingError
-    note: str = ""  # why the run is not restarted, although such a failure allows a restart
+    no_restart_because: str = ""  # why the run is not restarted, although such a failure allows a restart
     phase: str = ""  # what the rank did in its fit, in the words of `heartbeat.Phase`; "" outside of a fit
     place: str = ""  # file, line and function of the user's code, or "" if that is not known
     is_echo: bool = False  # whether it repeats the error of another rank
@@ -56,7 +56,7 @@ class Failure:
 
     @property
     def weight(self) -> int:
-        """0 for a cause, 1 for an abort in C++, which may be a consequence, or an echo, and 2 for a lost connection, which is one."""
+        """0: a cause. 1: an echo, or an abort in C++, which may be a consequence. 2: a lost connection, always a consequence."""
         if self.is_consequence:
             return 2
         return 1 if self.is_echo or (self.kind == "signal" and self.signum == signal.SIGABRT) else 0

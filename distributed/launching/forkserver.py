@@ -33,7 +33,7 @@ from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.variables import crowding, set_missing, set_thread_variables
 from distributed.runs.directory import RunDirectory
-from distributed.runs.processes import STOP_SIGNALS
+from distributed.runs.processes import STOP_SIGNALS, skip_teardown
 from distributed.runs.remote import push_at_end, upload_rest
 from distributed.runs.temporary import MEMORY, memory_of, release, remove_leftovers
 
@@ -87,6 +87,7 @@ def serve(request: LaunchRequest) -> int:
     with Signals() as signals:
         gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the workers share
         importlib.import_module("torch")  # the agent and the workers inherit it
+        skip_teardown()
         server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         board = Board(request.nproc_per_node)  # the agent and the workers inherit it
         agent = fork(lambda: _agent(request, side, server, signals, board))

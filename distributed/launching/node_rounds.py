@@ -190,7 +190,7 @@ class Rounds:
         return rank in self.members and self._taking_part.get(rank) == self.members[rank].id
 
     def may_go(self, rank: int) -> bool:
-        """Return whether nobody misses the launcher of a node: its workers have ended, or the run has."""
+        """Return whether the launcher of a node may end: its workers have ended, or the run has."""
         return rank in self._done or rank in self._leaving or self._end is not None
 
     @property
@@ -199,7 +199,7 @@ class Rounds:
         return {*self.members, *self._done, *self._leaving}
 
     def nodes(self) -> dict[int, dict[str, Any]]:
-        """Return what the nodes of this round that are there say of themselves, by node rank."""
+        """Return the facts that each node of this round sent when it joined, by node rank, without the nodes that are lost."""
         return {rank: member.about for rank, member in self.members.items() if self.takes_part(rank)}
 
     # ------------------------------------------------------------------ decisions

@@ -254,7 +254,7 @@ class Verdicts:
         return self._failed(self._explained(cause), restarts_left, max(1, killed))
 
     def _explained(self, cause: Failure) -> Failure:
-        """Return the failure with the message with which C++ ended the process, if it did."""
+        """Return the failure. If C++ aborted the process, add the message that it wrote to the log."""
         if cause.kind != "signal" or cause.signum != signal.SIGABRT:
             return cause
         start = next(each.log_start for each in self._ranks.values() if each.rank == cause.rank)
@@ -330,10 +330,11 @@ class Verdicts:
         self._had_more = bool(more) and more.items() <= {**os.environ, **self.environ}.items()
         if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
-        # An error of the script, such as one that another attempt says more about, is no lost worker.
+        # After an error of the script no worker is lost. One that has a variable of `retry_environ` is such an error.
         left = self._count.shrink(lost) if self._may_shrink(cause) and not more and self._count is not None else 0
-        if not left and (note := self._repeats.count(cause)) and restarts_left:
-            cause = dataclasses.replace(cause, note=f"{note} (max_restarts={self._request.max_restarts})")
+        if not left and (repeated := self._repeats.count(cause)) and restarts_left:
+            because = f"{repeated} (max_restarts={self._request.max_restarts})"
+            cause = dataclasses.replace(cause, no_restart_because=because)
             restarts_left = 0
         self.cause = cause
         self.environ = more if restarts_left else {}
@@ -368,7 +369,7 @@ class Verdicts:
             is_counted = not (cause.is_consequence and self._request.num_nodes > 1)  # it is not if a node was lost
             then = f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
             return f"{then} with {more}, to see the line" if more else then
-        if cause.note or cause.kind == "error" or self._had_more:
+        if cause.no_restart_because or cause.kind == "error" or self._had_more:
             return ""
         if more or cause.kind in ("signal", "hang") or self._request.restart_on_exception:
             then = f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
@@ -448,8 +449,8 @@ class Verdicts:
         if code in (0, 130, 143) or cause is None or self._request.payload is not None:
             return
         text = f"error: {cause}"
-        if cause.note:
-            text += f"; {cause.note}"
+        if cause.no_restart_because:
+            text += f"; {cause.no_restart_because}"
         elif cause.kind in ("signal", "hang") and (then := self._then(cause, 0, 0)):
             text += f"; {then}"
         if cause.kind == "signal" and (hint := hint_of(cause.message)):
@@ -497,4 +498,4 @@ def in_words(cause: Failure) -> str:
     if rest and not may_abort(message):  # to such errors, a library adds the same lines of advice each time
         message = cause.message
     text = f"{cause}: {message}" if cause.kind == "exception" and message else str(cause)
-    return f"{text}; {cause.note}" if cause.note else text
+    return f"{text}; {cause.no_restart_because}" if cause.no_restart_because else text

@@ -152,8 +152,9 @@ class _Server:
 
 
 def _main(fd: int, preload: list[str]) -> Any:
-    from distributed.runs.processes import leave
+    from distributed.runs.processes import leave, skip_teardown
 
+    skip_teardown()
     gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the children share
     for name in preload:
         importlib.import_module(name)

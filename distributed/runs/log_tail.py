@@ -12,7 +12,8 @@ _TAIL_BYTES = 64 * 1024
 _MOST_TEXT = 4000  # characters of a line
 _MOST_MESSAGE = 300  # characters of a message of C++
 _CRASH = "Fatal Python error: "  # begins the stacks that a worker writes when a signal such as SIGSEGV ends it
-# std::terminate of libstdc++ writes the message of the exception behind this word. NCCL and gloo begin theirs with a place in brackets.
+# std::terminate of libstdc++ writes the message of the exception behind this word. Messages of some libraries begin with the line of
+# C++ in brackets, which is left out.
 _WHAT = re.compile(r"what\(\):\s+(?:\[.*?\] )*(.+)")
 
 

@@ -28,7 +28,7 @@ def end_of(state: TrainState, world_size: int) -> tuple[str, str, dict[str, Any]
     return "finished", "finished", {"epoch": state.epoch_in_words, "stop_reason": state.stop_reason}
 
 
-def deliver(session: FitSession, fit: Fit, report: OnEvent) -> None:
+def deliver(session: FitSession, fit: Fit, on_event: OnEvent) -> None:
     """Send the result and its checkpoint to the other nodes, where the process that called `fit` reads them. A collective."""
     request = launched_by()
     is_shared = backend_entry(session.setup.plan.backend).places_workers  # its nodes share the run directory
@@ -37,7 +37,7 @@ def deliver(session: FitSession, fit: Fit, report: OnEvent) -> None:
     try:
         here = fit.store.deliver(session.checkpoint) if session.checkpoint is not None else None
     except OSError as error:
-        report({"kind": "warning", "text": f"the weights could not be sent to the other nodes: {error}"})
+        on_event({"kind": "warning", "text": f"the weights could not be sent to the other nodes: {error}"})
         return
     content = session.files.on_main(lambda: read_result(fit.run.path / "result.json"))
     if content is not None and not session.context.is_main_process and session.context.local_rank == 0:
@@ -64,7 +64,7 @@ def lines_to_resume(session: FitSession, fit: Fit) -> list[str]:
     return [resume_lines(resume_setting(session.checkpoint))]
 
 
-def write_report(fit: Fit, context: WorkerContext, report: OnEvent) -> None:
+def write_report(fit: Fit, context: WorkerContext, on_event: OnEvent) -> None:
     """Write the report of the run. Called on all ranks; the main process writes.
 
     If our launcher started the run, the launcher writes the report later, because it knows how the run ended. A logger that
@@ -73,6 +73,6 @@ def write_report(fit: Fit, context: WorkerContext, report: OnEvent) -> None:
     """
     is_sent = any(isinstance(callback, Tracker) for callback in fit.callbacks)
     if context.is_main_process and (is_sent or link() is None):
-        write_reports_at_end(fit.run, lambda text: report({"kind": "notice", "text": text}))
+        write_reports_at_end(fit.run, lambda text: on_event({"kind": "notice", "text": text}))
     if context.is_main_process and link() is None and (problem := push_at_end(fit.run.path)):
-        report({"kind": "warning", "text": problem})
+        on_event({"kind": "warning", "text": problem})

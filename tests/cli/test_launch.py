@@ -713,3 +713,64 @@ def test_a_worker_of_another_launcher_fails_with_its_own_traceback(run_cli, tmp_
     assert done.stderr.splitlines()[0].startswith("Traceback")
     assert done.stderr.splitlines()[1] == f'  File "{script}", line 3, in <module>'
     assert "KeyError" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+
+
+# ------------------------------------------------------------------ how commands end
+
+
+def test_a_script_in_a_process_of_another_launcher_ends_as_under_python(run_cli, tmp_path):
+    """Python closes what the script left open, and calls what it registered in C."""
+    script = write(
+        tmp_path,
+        """
+        import torch, sys
+        left_open = open("left-open.txt", "w")
+        left_open.write("all of it")
+        print("also with another stream")
+        sys.stdout = open("other.txt", "w")
+        print("and there")
+        """,
+    )
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    done = run_cli(["train", "--script", str(script)], cwd=tmp_path, env=world, fresh=True)
+
+    assert done.returncode == 0, done.output
+    assert (tmp_path / "left-open.txt").read_text() == "all of it"
+    assert "also with another stream" in done.stdout and (tmp_path / "other.txt").read_text() == "and there\n"
+
+
+def test_a_profiler_of_the_launcher_writes_its_file(run_python, tmp_path):
+    script = write(tmp_path, "print('trained')")
+    command = ["-m", "cProfile", "-o", "launcher.prof", "-m", "distributed.cli", "train", "--script", str(script)]
+    done = run_python([*command, "--nproc-per-node", "2", "--run-dir", "run"], cwd=tmp_path)
+
+    assert done.returncode == 0 and "trained" in done.stdout, done.output
+    assert (tmp_path / "launcher.prof").stat().st_size > 1000
+
+
+LEAVES = """
+import atexit, sys
+from distributed.runs.processes import leave, skip_teardown
+
+class Teardown:
+    def __del__(self):
+        print("cleared", flush=True)
+
+kept = Teardown()
+atexit.register(print, "exit function")
+skip_teardown()
+if sys.argv[1] == "full":
+    print("x", file=(stdout := open("/dev/full", "w")))
+    sys.stdout = stdout
+leave(3)
+"""
+
+
+def test_a_launcher_runs_exit_functions_and_clears_no_modules(run_python):
+    done = run_python(["-c", LEAVES, "short"])
+    assert (done.returncode, done.stdout, done.stderr) == (3, "exit function\n", "")
+
+
+def test_output_that_cannot_be_written_is_an_error_at_the_end(run_python):
+    done = run_python(["-c", LEAVES, "full"])
+    assert done.returncode == 120 and "No space left on device" in done.stderr, done.output

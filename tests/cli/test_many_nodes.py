@@ -18,7 +18,7 @@ import pytest
 
 from distributed.errors import ConfigError
 from distributed.runs.listing import list_runs
-from tests.conftest import Started, describe, needs_backend, poll
+from tests.conftest import Started, describe, needs_backend, patient, poll
 from tests.machines import Machines
 
 pytestmark = pytest.mark.timeout(600)
@@ -289,7 +289,7 @@ def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
         env["KERAS_BACKEND"] = "tensorflow"
     alone = start([*machines.on(0), *command], env=env)
 
-    expected = [line for line in alone.finish(100).stdout.splitlines() if line.startswith("result:")]
+    expected = [line for line in alone.finish(patient(100)).stdout.splitlines() if line.startswith("result:")]
     if backend == "fsdp":  # each node writes a part of the weights
         env["CHECKPOINTS"] = str(tmp_path / "shared")
     both = [start([*machines.on(rank), *command, str(rank)], env=env) for rank in (0, 1)]

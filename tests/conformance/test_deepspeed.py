@@ -239,7 +239,7 @@ def tensors(saved):
     return weights | state
 
 
-@FULL  # test_every_backend.py loads checkpoints of two stages on every backend
+@FULL
 @pytest.mark.parametrize(("backend", "world"), [("single", 1), ("pytorch-ddp", 2), ("fsdp", 2), ("deepspeed", 3)])
 def test_a_checkpoint_of_deepspeed_goes_on_anywhere(run_cli_once, tmp_path, travelled, backend, world):
     whole, half = travelled

@@ -124,9 +124,9 @@ def check_token(listeners, run):
 
 
 # One of the runs on two nodes is attacked. The others open the same sockets, and those that their engine opens on one node.
-# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`, as are the engines whose sockets
-# are their library's.
-IN_FULL = ("single", "fsdp", "deepspeed", "fit() of a script", "horovod", "tensorflow")
+# Those of one node whose launcher and process group are those of pytorch-ddp are for `make test-full`, and so is TensorFlow, which opens
+# its sockets itself.
+IN_FULL = ("single", "fsdp", "deepspeed", "fit() of a script", "tensorflow")
 
 
 def marks_of(name):

@@ -23,10 +23,10 @@ from distributed.testing.travel import table, travel
 from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 
-# `make test` runs the engines that torch has itself, in pairs of adapter and number of processes. `make test-full` adds the rest of the
-# product, and the adapters that other tests compare by default: Horovod (test_horovod.py with pytorch-ddp), ZeRO (test_deepspeed.py with
-# one process), TensorFlow (test_tensorflow.py with a plain loop, test_parity.py with torch), and Ray, whose workers run the engines that
-# are tested here (test_ray.py compares their bits with those of pytorch-ddp).
+# `make test` runs the engines that torch has itself, in pairs of adapter and number of processes. `make conformance` adds one row of
+# Horovod and one of ZeRO, which other tests compare by default (test_horovod.py with pytorch-ddp, test_deepspeed.py with one process).
+# `make test-full` adds the rest of the product. By default, test_tensorflow.py compares TensorFlow with a plain loop, test_parity.py with
+# torch, and test_ray.py the bits of Ray, whose workers run the engines that are tested here, with those of pytorch-ddp.
 # `python -m distributed.testing 'ray[cpus_per_worker=0.5]:1,3'` runs any other row.
 ROWS = """
     single:1 pytorch-ddp:3 fsdp:2

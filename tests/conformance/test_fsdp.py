@@ -142,7 +142,7 @@ def test_killed_at_any_moment_a_sharded_run_ends_in_the_same_bits(run_cli_once, 
     assert_same(tmp_path / "hurt", tmp_path / "clean")
 
 
-@FULL  # test_every_backend.py loads a checkpoint of each backend on each backend
+@FULL  # test_every_backend.py loads checkpoints of single and pytorch-ddp here, and in `make test-full` those of all backends
 def test_a_checkpoint_goes_on_under_any_backend_and_number_of_processes(run_cli_once, tmp_path):
     flags = ["--global-batch-size", "16", "--dtype", "float64"]
     kinds = {"single": ("single", 1), "ddp": ("pytorch-ddp", 2), "fsdp-2": ("fsdp", 2), "fsdp-3": ("fsdp", 3)}

@@ -267,7 +267,6 @@ def test_the_timeline_is_a_file_of_the_run_and_whole(start, tmp_path, weights):
     assert len(set(weights.values())) == 1
 
 
-@FULL  # test_mpi.py runs mpirun by default
 def test_adasum_combines_as_its_paper_says_under_mpirun_and_is_refused_elsewhere(start, tmp_path):
     for world, mistake in ((2, "needs MPI, but these processes use Gloo"), (3, "not a power of 2: use 2 processes")):
         with pytest.raises(ConfigError, match=mistake):

@@ -212,9 +212,15 @@ def test_what_cannot_be_is_one_line_in_seconds(found, name, kind, said):
     assert told["seconds"] < 60
 
 
-def test_a_sweep_goes_on_as_if_it_had_never_ended(found):
-    facts = found["resume"]
+@pytest.mark.parametrize("side_by_side", [False, pytest.param(True, marks=FULL)])
+def test_a_sweep_goes_on_as_if_it_had_never_ended(request, side_by_side):
+    facts = (
+        request.getfixturevalue("more")["resumed_side_by_side"]
+        if side_by_side
+        else request.getfixturevalue("found")["resume"]
+    )
     assert facts["started"] == [0, 1, 2, 3, 4] and facts["same"]
+    assert facts["processes"] <= (3 if side_by_side else 1)  # for five trials
     assert "saved no checkpoint: train with a Trainer" in facts["no trainer"]["said"]
 
 
@@ -260,6 +266,5 @@ def test_tensorboard_shows_the_trials_of_a_search_with_their_metrics(ended_too, 
     assert all(metrics["val/loss"] > 0 for _, metrics in shown.values())
 
 
-def test_processes_are_used_again_and_nothing_is_left(found):
-    assert found["resume"]["processes"] == 1  # for five trials, one at a time
+def test_nothing_is_left(found):
     assert found["free"] == 2 and found["groups left"] == []

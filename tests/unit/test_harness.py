@@ -110,6 +110,7 @@ def test_a_forked_command_is_like_one_from_nothing(start, tmp_path, argument, co
         *facts, has_torch = json.loads(first)
         assert facts == [["script.py", argument], str(tmp_path), "value", "__main__", str(script)]
         assert has_torch == done.is_forked and last == ["from a thread", "at exit"]
+    assert argument == "error" or one.stderr == other.stderr
     with pytest.raises(AssertionError, match="run it with fresh=True"):
         one.within(60)
 

@@ -58,17 +58,25 @@ def test_whoever_ray_starts_after_the_end_is_turned_away(run_python):
 
 
 CLOSED = """
-import os, signal, time, types
+import os, signal, threading, types
 from distributed.backends._ray.rendezvous import RendezvousServer
 from distributed.launching.stopping import Signals, Stop
 
 events, _ = os.pipe()
 with Signals() as signals:
     server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: None, lambda *_: None)
+    select, has_seen = server._selector.select, threading.Event()
+
+    def selected(timeout):
+        ready = select(timeout)
+        has_seen.set()
+        return ready
+
+    server._selector.select = selected
     server.start(types.SimpleNamespace(events=events))
     server._lock.acquire()
     os.kill(os.getpid(), signal.SIGCHLD)
-    time.sleep(0.5)  # the thread sees that there is a signal, and waits for the lock
+    assert has_seen.wait(10)  # the thread knows of the signal, and waits for the lock
     server.close()
 server._lock.release()
 server._thread.join(10)

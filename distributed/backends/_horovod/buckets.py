@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from distributed.backends._horovod.exchange import Reduction, finished
+from distributed.backends._torch.sparse import sparse_tensor
 from distributed.errors import ConfigError
 
 CAPACITY_MB = 25.0  # size of a bucket; the same as the default of torch's DDP
@@ -117,14 +118,14 @@ class Buckets:
         grad = parameter.grad
         if grad is None:
             empty = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-            grad = _sparse(empty, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+            grad = sparse_tensor(empty, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
         grad = grad.coalesce()
         indices = self._hvd.allgather_async(grad.indices().t().contiguous(), name=f"indices.{name}")
         values = self._hvd.allgather_async(grad.values(), name=f"values.{name}")
 
         def result() -> torch.Tensor:
             summed = finished(self._hvd, values) / self._hvd.size()
-            return _sparse(finished(self._hvd, indices).t(), summed, parameter.shape).coalesce()
+            return sparse_tensor(finished(self._hvd, indices).t(), summed, parameter.shape).coalesce()
 
         return result
 
@@ -187,11 +188,6 @@ def _wire_type(parameter: torch.nn.Parameter) -> torch.dtype:
     """
     kind = torch.view_as_real(parameter.detach()).dtype if parameter.is_complex() else parameter.dtype
     return kind if kind in _ON_WIRE else torch.float32
-
-
-def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # Without `check_invariants` torch 2.13 warns about unchecked invariants.
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
 
 def _real(gradient: torch.Tensor) -> torch.Tensor:

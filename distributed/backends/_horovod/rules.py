@@ -72,7 +72,8 @@ def check_job(job: Job) -> None:
         )
 
 
-# Refusals of the TensorFlow step that do not apply: Horovod communicates, and REFUSES has the other two for both engines.
+# Refusals of the TensorFlow step that do not apply: Horovod does the communication, and REFUSES has checkpoint_async and
+# snapshot_every_n_steps for both engines.
 _NOT_WITH_HOROVOD = ("communication_backend", "address", "checkpoint_async", "snapshot_every_n_steps")
 NEEDS: Mapping[str, tuple[Need, ...]] = {
     **dict.fromkeys(("horovod.compression", "horovod.adasum", "horovod.timeline"), (SEVERAL_PROCESSES,)),

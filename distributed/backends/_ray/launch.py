@@ -118,8 +118,10 @@ class _Launch:
             if is_judged:
                 self._wait_for_ray()
         finally:
-            ray.end()
-            self._server.close()
+            try:
+                ray.end()
+            finally:
+                self._server.close()
         self._warn_of_strangers()
         return self._verdicts.finish() if is_judged else self._never_begun()
 

@@ -94,7 +94,7 @@ class RendezvousServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Read nothing more. Call this before the signals are closed: the end of Ray's process makes them readable once more."""
+        """Read nothing more. Call this before the signals are closed, because the end of Ray's process sends one more."""
         with self._lock:
             self._is_closed = True
 

@@ -28,19 +28,23 @@ def average(parameters: Sequence[torch.nn.Parameter], world: TorchWorld) -> None
         if any(sizes[len(own) + i] for sizes in all_sizes):
             indices = _gathered(grad.indices().t(), lengths, world)
             values = _gathered(grad.values(), lengths, world) / len(lengths)
-            parameter.grad = _sparse(indices.t(), values, parameter.shape)
+            parameter.grad = sparse_tensor(indices.t(), values, parameter.shape).coalesce()
 
 
 def _nothing(parameter: torch.nn.Parameter) -> torch.Tensor:
     shape, device = parameter.shape, parameter.device
     indices = torch.empty(1, 0, dtype=torch.int64, device=device)
     values = torch.empty(0, *shape[1:], dtype=parameter.dtype, device=device)
-    return _sparse(indices, values, shape)
+    return sparse_tensor(indices, values, shape).coalesce()
 
 
-def _sparse(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    # Without `check_invariants` torch 2.13 warns about unchecked invariants.
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False).coalesce()
+def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """Return an uncoalesced sparse tensor.
+
+    Workaround (torch 2.13, no upstream issue known; may go when torch checks no invariants by default without a warning): without
+    `check_invariants` it warns.
+    """
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
 
 
 def _gathered(rows: torch.Tensor, lengths: Sequence[int], world: TorchWorld) -> torch.Tensor:

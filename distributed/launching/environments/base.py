@@ -14,7 +14,7 @@ from distributed.errors import ResourceError
 
 @dataclasses.dataclass(frozen=True)
 class WorkerEnvironment:
-    """The place of this process among the workers that a launcher started, and the address at which they join each other."""
+    """The rank of this process among the workers that a launcher started, and the address at which they join each other."""
 
     rank: int
     local_rank: int
@@ -59,7 +59,7 @@ class WorkerEnvironment:
 
 @dataclasses.dataclass(frozen=True)
 class NodeEnvironment:
-    """The place of this process among the nodes, if it is the only task or pod of its node and launches the node's workers."""
+    """The rank of this process among the nodes, if it is the only task or pod of its node and launches the node's workers."""
 
     num_nodes: int
     node_rank: int
@@ -101,8 +101,8 @@ class ClusterEnvironment:
 
     Attributes:
         name: `WorkerEnvironment.source` of the workers.
-        worker: returns the place of this process among the workers, or None or False (see `Worker`).
-        node: returns the place of this node among nodes that launch their own workers, or None or False. Not called in a worker.
+        worker: returns the rank of this process among the workers, or None or False (see `Worker`).
+        node: returns the rank of this node among nodes that launch their own workers, or None or False. Not called in a worker.
         listens: a warning about the ports that the launcher opens to other machines; "" if it opens none.
         listens_with: an environment variable without which the launcher opens no ports, or "".
         job: returns a name that is the same in each restart of this start and different in any other start, or "".

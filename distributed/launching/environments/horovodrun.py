@@ -15,7 +15,7 @@ is_worker = are_set("HOROVOD_RANK", "HOROVOD_SIZE")
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return the place of this process among the workers of horovodrun.
+    """Return the rank of this process among the workers of horovodrun.
 
     With several nodes, `master_addr` is the host of horovodrun's rendezvous server.
     """

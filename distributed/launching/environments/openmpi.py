@@ -19,7 +19,7 @@ is_worker = are_set("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return the place of this process among those of mpirun.
+    """Return the rank of this process among those of mpirun.
 
     Raises ResourceError on several nodes without MASTER_ADDR, if the address of rank 0 is not known.
     """

@@ -25,7 +25,7 @@ def numbers_pod(environ: Mapping[str, str]) -> bool:
 
 
 def node(at: Surroundings) -> Node:
-    """Return the place of this pod among the pods if it is to launch workers, otherwise None."""
+    """Return the rank of this pod among the pods if it is to launch workers, otherwise None."""
     environ, nproc_per_node = at.environ, at.nproc_per_node
     if environ.get("PET_NNODES"):
         pod = _from_torchrun_options(environ)
@@ -42,7 +42,7 @@ def node(at: Surroundings) -> Node:
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return the place of this pod if it is itself one worker, and no number of processes per node was asked for.
+    """Return the rank of this pod if it is itself one worker, and no number of processes per node was asked for.
 
     Raises ResourceError if the processes of this pod should have been launched.
     """
@@ -55,7 +55,7 @@ def worker(at: Surroundings) -> Worker:
 
 
 def _of_one_process(environ: Mapping[str, str]) -> NodeEnvironment | None:
-    """Return the place of this pod if each pod is one process, else None. Raises ResourceError if it is to run several."""
+    """Return the rank of this pod if each pod is one process, else None. Raises ResourceError if it is to run several."""
     if environ.get("PET_NNODES"):
         pod = _from_torchrun_options(environ)
         if (pod.nproc_per_node or 1) > 1:
@@ -84,7 +84,7 @@ def _has_index(environ: Mapping[str, str]) -> bool:
 
 
 def _from_torchrun_options(environ: Mapping[str, str]) -> NodeEnvironment:
-    """Return the place of this pod by torchrun's PET_ variables. Raises ResourceError if they make no sense."""
+    """Return the rank of this pod by torchrun's PET_ variables. Raises ResourceError if they make no sense."""
     num_pods = _num_nodes(environ["PET_NNODES"])
     if num_pods > 1 and environ.get("PET_NODE_RANK", "") == "":
         raise ResourceError(

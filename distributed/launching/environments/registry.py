@@ -42,7 +42,7 @@ def worker_environment(
     nproc_per_node: int | None = None,
     num_nodes: int = 1,
 ) -> WorkerEnvironment | None:
-    """Return the place of this process among the workers of a launcher, or None if it is to launch workers itself.
+    """Return the rank of this process among the workers of a launcher, or None if it is to launch workers itself.
 
     The first entry of `ENVIRONMENTS` that knows this process decides.
 
@@ -70,7 +70,7 @@ def worker_environment(
 def node_environment(
     environ: Mapping[str, str] | None = None, *, nproc_per_node: int | None = None
 ) -> NodeEnvironment | None:
-    """Return the place of this node among the nodes of an `srun` step with one task per node or among pods, else None.
+    """Return the rank of this node among the nodes of an `srun` step with one task per node or among pods, else None.
 
     `environ` and `nproc_per_node` are as in `worker_environment`.
     """

@@ -35,7 +35,7 @@ def worker(at: Surroundings) -> Worker:
 
 
 def node(at: Surroundings) -> Node:
-    """Return the place of this node in a step with one task per node, False in other steps, or None outside a step."""
+    """Return the rank of this node in a step with one task per node, False in other steps, or None outside a step."""
     environ = at.environ
     if not is_step(environ):
         return None

@@ -18,7 +18,7 @@ class TFCluster:
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return the place of this process among the workers of TF_CONFIG.
+    """Return the rank of this process among the workers of TF_CONFIG.
 
     Return None if TF_CONFIG names only one worker or is malformed. The TensorFlow backend refuses a malformed one.
     """

@@ -18,7 +18,7 @@ from distributed.launching.environments.base import Surroundings, Worker, Worker
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return the place of this process by RANK and WORLD_SIZE, or None if they do not make it a worker.
+    """Return the rank of this process by RANK and WORLD_SIZE, or None if they do not make it a worker.
 
     If `nproc_per_node` was asked for, or RANK is the number of a pod, RANK and WORLD_SIZE count only together with other
     variables that a launcher sets (see `is_bare_rank`). Raises ConfigError for a bare RANK above 0 together with
@@ -131,7 +131,7 @@ def is_local_rank(argument: str) -> bool:
 
 
 def _from_variables(environ: Mapping[str, str], argv: Sequence[str]) -> WorkerEnvironment:
-    """Return the place of this process by torchrun's variables, with defaults for all but RANK and WORLD_SIZE."""
+    """Return the rank of this process by torchrun's variables, with defaults for all but RANK and WORLD_SIZE."""
     rank, world_size = number(environ, "RANK"), number(environ, "WORLD_SIZE")
     if not 0 <= rank < world_size:
         raise ResourceError(

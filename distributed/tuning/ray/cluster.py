@@ -137,7 +137,11 @@ def resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Silence the advice to install notebook widgets that Ray (2.60) shows during its import. We do not use the widgets."""
+    """Silence the advice to install notebook widgets, which are not used here.
+
+    Workaround (Ray 2.60, no upstream issue known; may go when Ray gives the advice only where it shows widgets): it comes when Ray is
+    imported.
+    """
     advisor = logging.getLogger("ray.widgets")
     before = advisor.level
     advisor.setLevel(logging.WARNING)

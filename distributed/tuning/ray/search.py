@@ -111,7 +111,8 @@ class _Search:
                 run_config=tune.RunConfig(
                     name="search", storage_path=str(plan.directory / ".tune"), verbose=0, callbacks=[_listener(self)],
                     stop=_stopper(self), failure_config=tune.FailureConfig(max_failures=plan.max_failures),
-                    # Ray Tune's own reporter for notebooks (2.60) clears the output of the cell
+                    # Workaround (Ray 2.60, no upstream issue known; may go when it can be told to keep the output): Ray Tune's
+                    # reporter for notebooks clears the output of the cell.
                     progress_reporter=tune.CLIReporter() if in_notebook() else None,
                 ),
             ).fit()  # fmt: skip

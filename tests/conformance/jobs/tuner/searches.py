@@ -240,20 +240,24 @@ def refusals():
     }  # fmt: skip
 
 
-def resume():
-    settings = {"seed": 7, "max_concurrent": 1}
-    first = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, **settings)
+def resumed_side_by_side():
+    return resume(2, "side-by-side-")
+
+
+def resume(max_concurrent=1, name=""):
+    settings = {"seed": 7, "max_concurrent": max_concurrent}
+    first = tuner(name + "resume", slow, {"a": {"uniform": [0, 1]}}, **settings)
     first.tune(3)
-    again = tuner("resume", slow, {"a": {"uniform": [0, 1]}}, **settings, resume=True)
+    again = tuner(name + "resume", slow, {"a": {"uniform": [0, 1]}}, **settings, resume=True)
     again.tune(5)
-    whole = tuner("whole", slow, {"a": {"uniform": [0, 1]}}, **settings)
+    whole = tuner(name + "whole", slow, {"a": {"uniform": [0, 1]}}, **settings)
     whole.tune(5)
-    lines = [json.loads(line) for line in (OUT / "resume" / "trials.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (OUT / f"{name}resume" / "trials.jsonl").read_text().splitlines()]
     return {
         "started": [line["trial"] for line in lines if line["event"] == "started"],
-        "same": [trial["config"] for trial in sweep_of("resume")["trials"]] == [t["config"] for t in sweep_of("whole")["trials"]],
+        "same": [trial["config"] for trial in sweep_of(f"{name}resume")["trials"]] == [t["config"] for t in sweep_of(f"{name}whole")["trials"]],
         "no trainer": told(whole.best_trainer),
-        "processes": len({trial["metrics"]["pid"] for trial in sweep_of("whole")["trials"]}),
+        "processes": len({trial["metrics"]["pid"] for trial in sweep_of(f"{name}whole")["trials"]}),
     }  # fmt: skip
 
 
@@ -299,7 +303,7 @@ def _artifacts(run):
 
 SEARCHES = {
     "few": (grid, named, failures, refusals, resume),
-    "more": (died, asha, distributed_trials, optuna, pbt, hyperband, tracked),
+    "more": (died, resumed_side_by_side, asha, distributed_trials, optuna, pbt, hyperband, tracked),
 }
 
 
