@@ -100,7 +100,8 @@ def is_running(pid: int) -> bool:
 def skip_teardown() -> None:
     """Let `leave` end this process without clearing its modules, which takes 0.4 s once torch is imported.
 
-    For launchers, which import torch for their workers alone. Destructors and exit functions of C libraries do not run.
+    For launchers, which import torch for their workers alone, and for processes that read files. Destructors and exit functions of C
+    libraries do not run.
     """
     global _skips_teardown
     _skips_teardown = True

@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.runs.processes import leave, skip_teardown
+
 if TYPE_CHECKING:
     import torch
 
@@ -201,6 +203,8 @@ def main() -> None:
     is_isolated = order["format"] == "safetensors" or leave_network()
     answer = read(order)
     os.write(answers, json.dumps({**answer, "is_isolated": is_isolated}).encode())
+    skip_teardown()
+    leave(0)
 
 
 if __name__ == "__main__":
