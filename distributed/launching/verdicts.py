@@ -330,7 +330,7 @@ class Verdicts:
         self._had_more = bool(more) and more.items() <= {**os.environ, **self.environ}.items()
         if self.stop_signal or not self._may_restart(cause):
             restarts_left = 0
-        # After an error of the script no worker is lost. One that has a variable of `retry_environ` is such an error.
+        # No worker is lost after an error of the script, and errors with an entry in `retry_environ` are errors of the script.
         left = self._count.shrink(lost) if self._may_shrink(cause) and not more and self._count is not None else 0
         if not left and (repeated := self._repeats.count(cause)) and restarts_left:
             because = f"{repeated} (max_restarts={self._request.max_restarts})"

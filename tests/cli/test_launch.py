@@ -719,7 +719,7 @@ def test_a_worker_of_another_launcher_fails_with_its_own_traceback(run_cli, tmp_
 
 
 def test_a_script_in_a_process_of_another_launcher_ends_as_under_python(run_cli, tmp_path):
-    """Python closes what the script left open, and calls what it registered in C."""
+    """Python closes the files that the script left open."""
     script = write(
         tmp_path,
         """
