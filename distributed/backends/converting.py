@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,21 @@ def _read_in_child(foreign: Foreign, out: Path, options: dict[str, Any]) -> dict
         "out": str(out),
         **options,
     }
+    content, error = _run_child(order)
+    try:
+        answer: dict[str, Any] = json.loads(content)
+        answer = {"skipped": [*map(str, answer["skipped"])], "is_isolated": bool(answer["is_isolated"]), **answer}
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointError(f"{foreign.path} cannot be read: {error}") from None
+    if answer.get("untrusted"):
+        raise _needs_trust(f"{foreign.path} needs {answer['untrusted']}")
+    if answer.get("problem"):
+        raise CheckpointError(f"{foreign.path}: {answer['problem']}")
+    return answer
+
+
+def _run_child(order: Mapping[str, Any]) -> tuple[bytes, str]:
+    """Return the child's answer, and the last line of its stderr or how it ended."""
     reads, writes = os.pipe()
     with os.fdopen(reads, "rb") as answers:
         # Its streams are not shown: code in a pickle may write there, and libraries write what is of no use here.
@@ -177,14 +192,5 @@ def _read_in_child(foreign: Foreign, out: Path, options: dict[str, Any]) -> dict
         finally:
             child.kill()
             child.wait()
-    try:
-        answer: dict[str, Any] = json.loads(content)
-        answer = {"skipped": [*map(str, answer["skipped"])], "is_isolated": bool(answer["is_isolated"]), **answer}
-    except (ValueError, KeyError, TypeError):
-        lines = said.decode(errors="replace").strip().splitlines() or [f"its process ended with {child.returncode}"]
-        raise CheckpointError(f"{foreign.path} cannot be read: {lines[-1]}") from None
-    if answer.get("untrusted"):
-        raise _needs_trust(f"{foreign.path} needs {answer['untrusted']}")
-    if answer.get("problem"):
-        raise CheckpointError(f"{foreign.path}: {answer['problem']}")
-    return answer
+    lines = said.decode(errors="replace").strip().splitlines()
+    return content, lines[-1] if lines else f"its process ended with {child.returncode}"

@@ -399,6 +399,7 @@ class TorchBackend(Backend[OptionsT]):
     def unwrap(self) -> None:
         # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter):
         # with gloo, 1 process of 8 aborts at exit while a DDP wrapper with its reducer's threads is alive.
+        is_wrapper_alive = self.wrapped is not self.plain
         self.wrapper.release()
         self.observer.counter = None
         self.wrapped = self.plain
@@ -406,7 +407,10 @@ class TorchBackend(Backend[OptionsT]):
         if hasattr(self, "update"):  # unset if `prepare` failed before
             self.update.forget()
             self.kind.thaw()
-        gc.collect()
+        if (
+            is_wrapper_alive or self.device.type == "cuda"
+        ):  # on a GPU, reference cycles hold memory that the next fit needs
+            gc.collect()
 
     def rewrap(self) -> None:
         from distributed.backends._torch.frozen import leave_out_frozen

@@ -278,8 +278,12 @@ def config_yaml(merged: MergedConfig, script: str | None = None, script_args: tu
     """
     import yaml
 
+    dumper: type[yaml.SafeDumper] = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # four times as fast
+
     def block(content: Mapping[str, Any]) -> str:
-        return yaml.safe_dump(dict(content), sort_keys=False, default_flow_style=False, allow_unicode=True)
+        return str(
+            yaml.dump(dict(content), Dumper=dumper, sort_keys=False, default_flow_style=False, allow_unicode=True)
+        )
 
     again = "python -m distributed.cli train --config THIS --run-dir NEW"
     if script is None:  # a notebook or `python -m`

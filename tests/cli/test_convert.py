@@ -19,6 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import distributed
 from distributed import Trainer
+from distributed.backends import converting
+from distributed.backends._torch import foreign
 from distributed.backends.converting import convert
 from distributed.cli.__main__ import main
 from distributed.errors import CheckpointError, ConfigError
@@ -51,6 +53,18 @@ def check(file: Path, expected: dict[str, torch.Tensor] = WEIGHTS) -> None:
     assert distributed.load_weights(model, file).fits
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `convert` read here what its child would read: importing torch there takes two seconds."""
+
+    def answer(order: dict[str, Any]) -> tuple[bytes, str]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the child's stderr is not shown either
+            return json.dumps({**foreign.read(order), "is_isolated": False}).encode(), ""
+
+    monkeypatch.setattr(converting, "_run_child", answer)
+
+
 class Runs:
     """An object that runs code when it is unpickled: it says whether the network can be reached."""
 
@@ -63,6 +77,7 @@ class Runs:
         return exec, (code,)
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     "content",
     [
@@ -83,6 +98,7 @@ def test_a_file_of_torch_save(tmp_path: Path, content: Any) -> None:
     check(tmp_path / "out.safetensors")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_names_keys_and_prefixes(tmp_path: Path) -> None:
     renamed = {f"model.{name}": value for name, value in WEIGHTS.items()}
     torch.save({"stages": {"last": {**renamed, "loss.weight": torch.ones(2)}}}, file := tmp_path / "model.ckpt")
@@ -132,6 +148,7 @@ def test_a_directory_of_torch_distributed_checkpoint(tmp_path: Path) -> None:
     check(tmp_path / "out.safetensors")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_directories_of_accelerate_and_transformers(tmp_path: Path) -> None:
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
@@ -204,6 +221,7 @@ def test_a_run_starts_from_a_converted_file(tmp_path: Path, monkeypatch: pytest.
     assert torch.equal(trainer.model[0].weight, WEIGHTS["0.weight"])
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -225,6 +243,7 @@ def test_what_is_no_checkpoint_is_one_line(
     assert code == 2 and says in said and said.count("\n") == 1, said
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_other_objects_and_directories_are_refused_with_what_they_hold(tmp_path: Path) -> None:
     torch.save({"a": 1, "b": "text"}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="no weights were found: it has a, b"):
@@ -245,6 +264,7 @@ def test_other_objects_and_directories_are_refused_with_what_they_hold(tmp_path:
         convert(tmp_path / "a.pt", tmp_path / "out.pt")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_tied_weights_and_every_element_type(tmp_path: Path) -> None:
     shared = torch.arange(6.0).reshape(2, 3)
     content = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -28,16 +29,21 @@ class Found:
         return {method.name for method in self.methods} - set(dir(object))
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def sources() -> dict[str, ast.Module]:
+    """Module -> its syntax tree."""
+    found = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = ".".join(path.relative_to(ROOT.parent).with_suffix("").parts)
-        yield name.removesuffix(".__init__"), ast.parse(path.read_text())
+        found[name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
 
 
+@functools.cache
 def classes() -> dict[str, Found]:
     """ "module:Class" -> what it defines itself."""
     found = {}
-    for module, tree in sources():
+    for module, tree in sources().items():
         origin = {
             (alias.asname or alias.name): (node.module, alias.name)
             for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
@@ -112,7 +118,8 @@ def changed(function: ast.AST, called: Iterable[str] = ADAPTERS) -> Iterator[str
                 yield ast.unparse(target)
         if (
             isinstance(node, ast.Call)
-            and ast.unparse(node.func) in ("setattr", "delattr")
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("setattr", "delattr")
             and is_one_of(node.args[0], names, attributes)
         ):
             yield ast.unparse(node)
@@ -123,12 +130,12 @@ def test_nobody_changes_an_adapter_from_outside() -> None:
         "own.merged"
     ]
     assert list(changed(ast.parse("setattr(self._backend, 'on_event', print)"))) != []
-    found = {module: list(changed(tree)) for module, tree in sources()}
+    found = {module: list(changed(tree)) for module, tree in sources().items()}
     assert {module: each for module, each in found.items() if each} == {}
 
 
 def test_nobody_changes_the_setup_of_a_fit_from_outside() -> None:
     assert list(changed(ast.parse("fits.setup.merged, search.setup.run_dir = 1, 2"), SETUPS)) != []
     assert list(changed(ast.parse("own = trainer.setup\nown.callbacks = []"), SETUPS)) == ["own.callbacks"]
-    found = {module: list(changed(tree, SETUPS)) for module, tree in sources()}
+    found = {module: list(changed(tree, SETUPS)) for module, tree in sources().items()}
     assert {module: each for module, each in found.items() if each} == {}

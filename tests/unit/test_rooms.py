@@ -1,6 +1,7 @@
 """Where things are: few rooms, each with a sentence of its own, and no circle of imports anywhere."""
 
 import ast
+import functools
 import graphlib
 import re
 import subprocess
@@ -41,9 +42,15 @@ DATA = (
 )
 
 
+@functools.cache
+def tree_of(name):
+    """The syntax tree of a module."""
+    return ast.parse(MODULES[name].read_text())
+
+
 def imports_of(name):
     """The modules of the package that `name` imports at run time: at the top and inside functions, not for types alone."""
-    found, waiting = set(), [ast.parse(MODULES[name].read_text())]
+    found, waiting = set(), [tree_of(name)]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -82,13 +89,13 @@ COMMAND = "distributed.cli"  # it is started as a process of its own
 
 def names_in(name):
     """The strings of module `name` that name our own code."""
-    strings = (node.value for node in ast.walk(ast.parse(MODULES[name].read_text())) if isinstance(node, ast.Constant))
+    strings = (node.value for node in ast.walk(tree_of(name)) if isinstance(node, ast.Constant))
     return {text for text in strings if isinstance(text, str) and NAME.fullmatch(text)}
 
 
 def defined_in(name):
     """The functions, classes and variables at the top of module `name`."""
-    for node in ast.parse(MODULES[name].read_text()).body:
+    for node in tree_of(name).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Assign):
@@ -135,8 +142,8 @@ def test_the_picture_is_what_the_code_says():
 
 def test_no_two_public_classes_have_one_name():
     homes = defaultdict(list)
-    for name, path in MODULES.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in MODULES:
+        for node in ast.walk(tree_of(name)):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 homes[node.name].append(name)
     assert len(homes) > 300
