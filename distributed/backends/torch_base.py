@@ -399,7 +399,7 @@ class TorchBackend(Backend[OptionsT]):
     def unwrap(self) -> None:
         # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter):
         # with gloo, 1 process of 8 aborts at exit while a DDP wrapper with its reducer's threads is alive.
-        is_wrapper_alive = self.wrapped is not self.plain
+        is_plain = self.wrapped is self.plain and self.context.world_size == 1 and self.device.type == "cpu"
         self.wrapper.release()
         self.observer.counter = None
         self.wrapped = self.plain
@@ -407,9 +407,7 @@ class TorchBackend(Backend[OptionsT]):
         if hasattr(self, "update"):  # unset if `prepare` failed before
             self.update.forget()
             self.kind.thaw()
-        if (
-            is_wrapper_alive or self.device.type == "cuda"
-        ):  # on a GPU, reference cycles hold memory that the next fit needs
+        if not is_plain:  # reference cycles hold the wrapper, and on a GPU the memory that the next fit needs
             gc.collect()
 
     def rewrap(self) -> None:
