@@ -134,3 +134,11 @@ class Machines:
         for holder in self._holders:
             holder.kill()
             holder.wait()
+
+
+def other_version(home: Path, name: str, version: str) -> dict[str, str]:
+    """Return the environment of a machine on which another version of a distribution is installed."""
+    info = home / "other" / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return {"PYTHONPATH": str(home / "other")}

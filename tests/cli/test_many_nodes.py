@@ -19,7 +19,7 @@ import pytest
 from distributed.errors import ConfigError
 from distributed.runs.listing import list_runs
 from tests.conftest import Started, describe, needs_backend, patient, poll
-from tests.machines import Machines
+from tests.machines import Machines, other_version
 
 pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).resolve().parents[2]
@@ -701,21 +701,13 @@ def test_a_failure_of_the_script_on_one_node_is_shown_on_all(
     assert "error       rank 1 on node 1 (node1) failed with ValueError: only here" in shown.stdout, shown.output
 
 
-def _other_version(home: Path, name: str, version: str) -> dict[str, str]:
-    """Return the environment of a machine on which another version of a distribution is installed."""
-    info = home / "other" / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    return {"PYTHONPATH": str(home / "other")}
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize("name", ["distributed-trainer", "torch"])
 def test_a_node_with_another_version_is_refused_and_both_versions_are_named(
     make_machines: Callable[[int], Machines], start: Callable[..., Started], name: str
 ) -> None:
     job = Job(make_machines(2), start, "--set", "start_timeout=20", begun=())
-    env = {} if name == "torch" else _other_version(job.machines.homes[1], name, "9.9.9")
+    env = {} if name == "torch" else other_version(job.machines.homes[1], name, "9.9.9")
     if name == "torch":  # its version is an attribute of the module
         (job.machines.homes[1] / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '9.9.9'\n")
         env = {"PYTHONPATH": str(job.machines.homes[1])}
@@ -736,7 +728,7 @@ def test_doctor_names_the_node_that_differs(
 ) -> None:
     machines = make_machines(3)
     machines.limit(2, "50mbit")
-    env = _other_version(machines.homes[1], "numpy", "1.0")
+    env = other_version(machines.homes[1], "numpy", "1.0")
     flags = ["--num-nodes", "3", "--master-addr", machines.addresses[0]]
 
     nodes = [

@@ -21,7 +21,7 @@ import pytest
 
 from distributed.runs.directory import RunDirectory
 from tests.conftest import Started, clean_environment, free_port, needs_backend, poll, start_ray_node
-from tests.machines import Machines
+from tests.machines import Machines, other_version
 
 pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("machines of a cluster of Ray")]
 ROOT = Path(__file__).resolve().parents[2]
@@ -202,8 +202,8 @@ class RayMachines:
         for number in range(begun):
             self.add(number)
 
-    def add(self, number: int) -> None:
-        """Start the node on machine `number`, and wait until it has joined."""
+    def add(self, number: int, **environ: str) -> None:
+        """Start the node on machine `number` with more variables, and wait until it has joined."""
         address = self.machines.addresses[number]
         role = ["--head", "--port=6399", "--include-dashboard=false"] if number == 0 else ["--address=10.99.0.1:6399"]
         if number == 0:
@@ -211,7 +211,7 @@ class RayMachines:
         self.nodes[number] = start_ray_node(lambda: self._start([
             *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", "--num-cpus=1", f"--num-gpus={self._gpus}",
             "--object-store-memory=100000000", *role,
-        ], env={**OPEN, **self._health, "WAIT_S": "0.1"}))  # fmt: skip
+        ], env={**OPEN, **self._health, "WAIT_S": "0.1", **environ}))  # fmt: skip
 
     def kill(self, number: int) -> None:
         """Kill all processes of a node at once, those of the workers too."""
@@ -340,6 +340,14 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     assert done.returncode == 3 and time.monotonic() - began < 45, done.output
     last = "error: node1 left the Ray cluster, and no replacement came within node_timeout=5 s"
     assert done.stderr.splitlines()[-1] == last, done.output
+
+    cluster.add(1, **other_version(cluster.machines.homes[1], "distributed-trainer", "9.9.9"))
+    done = cluster.run(*command_of_the_page()).finish(60, grace=20)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 3 and re.match(
+        r"error: the node of rank 1 \(node\d\) differs from that of rank 0: ", last
+    ), last
+    assert all(word in last for word in ("distributed-trainer", "9.9.9", "node0", "node1")), last
 
 
 @pytest.mark.cluster

@@ -11,10 +11,12 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect, seals
+from distributed.backends._ray.launch import objection
+from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, WorkerConnections, connect, seals
 from distributed.backends._ray.worker import _report_end
 from distributed.launching import seal
 from distributed.launching import sealed_listener as listener_module
@@ -445,3 +447,30 @@ def test_a_child_may_open_the_port_for_its_parent(listener):
             key.data(key.fileobj)
             assert worker.recv(10) == b"" and made.num_refused == 0
         made._socket.close()
+
+
+def workers_that_say(*hellos):
+    found = {}
+    for rank, hello in enumerate(hellos):
+        hello = {
+            "rank": rank,
+            "sees_run": True,
+            "versions": {"distributed-trainer": "0.1.0", "torch": "2.13.0"},
+            **hello,
+        }
+        found[rank] = WorkerConnections(*seals("token", str(rank)), hello=hello)
+    return found
+
+
+def test_a_node_that_does_not_see_the_run_or_has_another_version_is_named():
+    assert objection(workers_that_say({"host": "a"}, {"host": "b"}), Path("runs/1")) is None
+    blind = workers_that_say({"host": "a"}, {"host": "b", "sees_run": False})
+    assert objection(blind, Path("runs/1")) == (
+        "run directory 'runs/1' is not visible to rank 1 on b: run from a directory that all nodes of the cluster share"
+    )
+    old = workers_that_say(
+        {"host": "a"}, {"host": "b", "versions": {"distributed-trainer": "0.1.0", "torch": "2.12.0"}}
+    )
+    assert objection(old, Path("runs/1")) == (
+        "the node of rank 1 (b) differs from that of rank 0: torch 2.12.0 there and 2.13.0 on a"
+    )

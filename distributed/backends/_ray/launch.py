@@ -326,12 +326,8 @@ class _Launch:
 
     def _begin(self, workers: dict[int, WorkerConnections]) -> None:
         """Start the training processes of an attempt, after all its workers have connected."""
-        blind = [worker for worker in workers.values() if not worker.hello["sees_run"]]
-        if blind:
-            self._error = ResourceError(
-                f"run directory {str(self._run.path)!r} is not visible to rank {blind[0].hello['rank']} on"
-                f" {blind[0].hello['host']}: run from a directory that all nodes of the cluster share"
-            )
+        if (problem := objection(workers, self._run.path)) is not None:
+            self._error = ResourceError(problem)
             self._server.end_attempt(restart=False)
             return
         if 0 < self._world_size != len(workers):
@@ -399,6 +395,26 @@ class _Launch:
         return environment.to_torchrun_environ(
             num_nodes=num_nodes, max_restarts=self._request.max_restarts, run_id=self._run_id, error_file=error_file
         )
+
+
+def objection(workers: Mapping[int, WorkerConnections], run_dir: Path) -> str | None:
+    """Return why these workers cannot train together, or None."""
+    for rank, worker in workers.items():
+        if not worker.hello["sees_run"]:
+            return (
+                f"run directory {str(run_dir)!r} is not visible to rank {rank} on {worker.hello['host']}: run from a directory that all"
+                " nodes of the cluster share"
+            )
+    first = workers[0].hello
+    for rank, worker in workers.items():
+        pairs = ", ".join(
+            f"{name} {version} there and {first['versions'][name]} on {first['host']}"
+            for name, version in worker.hello["versions"].items()
+            if version != first["versions"][name]
+        )
+        if pairs:
+            return f"the node of rank {rank} ({worker.hello['host']}) differs from that of rank 0: {pairs}"
+    return None
 
 
 def node_names(workers: Mapping[int, WorkerConnections]) -> dict[int, str]:

@@ -106,7 +106,7 @@ def _num_nodes(text: str) -> int:
     low, _, high = text.partition(":")
     if not low.isdigit() or int(low) < 1 or high not in ("", low):
         raise ResourceError(
-            f"PET_NNODES={text!r} is not a single number of nodes: set one, as the number of nodes cannot change in this version"
+            f"PET_NNODES={text!r} is not a single number of nodes: set one, because a job of pods has as many nodes as pods"
         )
     return int(low)
 
