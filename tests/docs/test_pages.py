@@ -75,7 +75,7 @@ ALL_COMMANDS = [
     for number, line in enumerate(
         line for language, _, code in blocks(page) if language == "bash" for line in code.splitlines()
     )
-    if line.startswith((PYTHON, CONSOLE_SCRIPT))
+    if line.startswith((PYTHON, CONSOLE_SCRIPT)) or re.match(r"python \w+\.py\b", line)
 ]
 COMMANDS = [each for each in ALL_COMMANDS if each.id not in NEEDING]
 PARSED = [each for each in ALL_COMMANDS if each.id in NEEDING]
@@ -101,6 +101,18 @@ def write_files(page, directory):
     for language, beside, code in blocks(page):
         if language in ("python", "yaml") and "." in beside:
             (directory / beside).write_text(code)
+
+
+def test_a_command_of_the_page_runs_each_script_that_it_shows():
+    shown = {
+        (page, beside)
+        for page in PAGES
+        if page not in ELSEWHERE
+        for _, beside, _ in blocks(page)
+        if beside.endswith(".py")
+    }
+    run = {(each.values[0], word) for each in ALL_COMMANDS for word in shlex.split(each.values[1])}
+    assert shown and {(name_of(page), script) for page, script in shown - run} == set()
 
 
 def test_the_commands_that_need_others_exist():
