@@ -155,11 +155,11 @@ def test_killed_workers_are_missing_until_the_interval_is_over(
     run.wait_for("of 3", GO_ON_S)
     for pid in run.alive()[-2:]:
         os.kill(pid, signal.SIGKILL)
-    run.wait_for(lambda: re.search(r"going on with [12] process", run.output), 60)
+    run.wait_for(lambda: re.search(r"going on with [12] process", run.output), GO_ON_S)
     if "going on with 2 processes" in run.output:  # the second worker was still alive when the first one was noticed
-        run.wait_for("of 2", 60)
+        run.wait_for("of 2", GO_ON_S)
         os.kill(run.alive()[-1], signal.SIGKILL)
-    run.wait_for("of 1 samples" if backend != "tensorflow" else "of 1\n", 60)
+    run.wait_for("of 1 samples" if backend != "tensorflow" else "of 1\n", GO_ON_S)
     ended = run.finish(200)
 
     assert ended.returncode == 0, ended.output
@@ -179,7 +179,7 @@ def test_each_sample_is_seen_once_in_an_epoch_that_another_number_of_processes_f
     )  # fmt: skip
     run.wait_for("step 12 of 2", 60)
     os.kill(run.alive()[-1], signal.SIGKILL)
-    run.wait_for("of 1 samples", 60)
+    run.wait_for("of 1 samples", GO_ON_S)
     (config,) = tmp_path.glob("runs/*/config.yaml")
     assert "gradient_accumulation_steps: 1 " in config.read_text()  # with all processes, not with those that are left
     ended = run.finish(120)

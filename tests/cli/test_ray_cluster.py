@@ -506,6 +506,35 @@ def test_the_number_of_workers_follows_the_nodes(
 
 
 @pytest.mark.cluster
+def test_twenty_seconds_without_a_link_and_a_bad_network_change_no_bit(
+    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """With Ray's own health checks, which do not notice a gap of 20 s. Then with 5 % loss and 2 Mbit/s, after Ray has started."""
+    cluster = ray_machines(2, health={})
+    home = cluster.machines.homes[0]
+    (home / "train.py").write_text(COMMAND)
+    expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
+    assert expected.returncode == 0, expected.output
+    (first,) = home.glob("runs/*")
+    first.rename(tmp_path / "expected")
+
+    command = cluster.run(*command_of_the_page())
+    wait_for_step(home, 20, command)
+    cluster.machines.link(1, "down")
+    time.sleep(20)
+    cluster.machines.link(1, "up")
+    done = command.finish(150, grace=20)
+    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+
+    for number in (0, 1):
+        cluster.machines.lose(number, 5)
+        cluster.machines.limit(number, "2mbit")
+    done = cluster.run(*command_of_the_page()).finish(150, grace=20)
+    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+    assert min(cluster.machines.num_lost(each) for each in (0, 1)) > 5
+
+
+@pytest.mark.cluster
 def test_workers_go_on_without_a_node_whose_network_is_cut(ray_machines: Callable[..., RayMachines]) -> None:
     """With Ray's own health checks, which notice it after a minute."""
     cluster = ray_machines(3, health={})

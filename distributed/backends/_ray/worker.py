@@ -122,7 +122,8 @@ def work(
         for thread in threads:
             thread.start()
         status, progress = process.wait(), board.progress(0)
-    _report_end(launcher, status, (progress.fit, progress.step))
+    with contextlib.suppress(OSError):  # the connection broke
+        _report_end(launcher, status, (progress.fit, progress.step))
     for thread in threads:
         thread.join()
     for each in launcher.sockets.values():
@@ -151,7 +152,8 @@ class _Commands:
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
         self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
-        self.is_restart = False
+        # True if the connection breaks without the command "end". The launcher refuses workers that connect after the run.
+        self.is_restart = True
         self.silent: Mapping[str, list[int]] = {}  # see Restart
 
     def listen(self, commands: Iterable[Mapping[str, Any]]) -> None:
