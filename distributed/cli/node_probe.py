@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distributed.config.registry import REGISTRY, installed_version
+from distributed.config.registry import REGISTRY, versions_of
 from distributed.launching.listening import reachable_address
 from distributed.launching.nodes import interface_of
 
@@ -58,7 +58,7 @@ def _gathered(value: Any) -> list[Any]:
 def _facts() -> dict[str, Any]:
     """Return what should be the same on all nodes, and what tells the nodes apart."""
     versions = {"python": platform.python_version()}
-    versions |= {name: installed_version(name) or "missing" for name in _LIBRARIES}
+    versions |= versions_of(_LIBRARIES)
     if torch.cuda.is_available():
         versions["CUDA of torch"] = str(torch.version.cuda)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]

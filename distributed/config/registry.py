@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -286,6 +286,11 @@ def installed_version(name: str) -> str | None:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(distribution)
     return None
+
+
+def versions_of(names: Iterable[str]) -> dict[str, str]:
+    """Return name -> installed version, or "missing", for a comparison between nodes. Imports none of them."""
+    return {name: installed_version(name) or "missing" for name in names}
 
 
 def missing_libraries(entry: BackendEntry) -> tuple[str, ...]:

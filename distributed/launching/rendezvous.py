@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 
-from distributed.config.registry import installed_version
+from distributed.config.registry import versions_of
 from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.listening import listen_at
@@ -255,10 +255,9 @@ def _about(request: LaunchRequest) -> dict[str, Any]:
         "min_nodes": request.min_nodes or request.num_nodes,
         "nproc_per_node": request.nproc_per_node,
         "script": _identity(request),
+        **versions_of(("distributed-trainer", *request.libraries)),
         "torch": str(torch.__version__),
     }
-    for name in ("distributed-trainer", *request.libraries):
-        same.setdefault(name, installed_version(name) or "missing")
     return {**this_node(request.master_addr).to_dict(), "same": same}
 
 

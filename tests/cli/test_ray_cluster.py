@@ -270,6 +270,15 @@ def weights_of(output: str) -> str:
     return output.split("weights ")[1].split()[0]
 
 
+def weights_on_one_machine(home: Path, run_cli: Callable[..., Any]) -> str:
+    """Return the weights of two processes on one machine. Their run is moved out of the directory `runs`."""
+    done = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
+    assert done.returncode == 0, done.output
+    (run,) = home.glob("runs/*")
+    run.rename(home / "expected")
+    return weights_of(done.stdout)
+
+
 def command_of_the_page() -> list[str]:
     """Return the first command of docs/ray.md, for two nodes of one process."""
     page = (ROOT / "docs/ray.md").read_text()
@@ -309,10 +318,7 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     cluster = ray_machines(2, begun=1)
     home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND)
-    expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
-    assert expected.returncode == 0, expected.output
-    (first,) = home.glob("runs/*")
-    first.rename(tmp_path / "expected")
+    expected = weights_on_one_machine(home, run_cli)
 
     command = cluster.run(*command_of_the_page(), "--wait", "200")
     command.wait_for("waiting for resources: num_nodes=2 needs as many nodes with 1 CPU, but the Ray cluster at", 60)
@@ -325,7 +331,7 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
     )
     cluster.add(1)
     done = command.finish(150, grace=20)
-    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+    assert done.returncode == 0 and weights_of(done.stdout) == expected, done.output
     assert re.search(r"rank \d on node1 was killed by signal 9 \(SIGKILL\): restarting \(1 of 3\)", done.stderr)
     (run,) = home.glob("runs/*")
     events = (run / "events.jsonl").read_text()
@@ -507,16 +513,13 @@ def test_the_number_of_workers_follows_the_nodes(
 
 @pytest.mark.cluster
 def test_twenty_seconds_without_a_link_and_a_bad_network_change_no_bit(
-    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any], tmp_path: Path
+    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
 ) -> None:
     """With Ray's own health checks, which do not notice a gap of 20 s. Then with 5 % loss and 2 Mbit/s, after Ray has started."""
     cluster = ray_machines(2, health={})
     home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND)
-    expected = run_cli(["train", "--script", "train.py", "--nproc-per-node", "2"], cwd=home)
-    assert expected.returncode == 0, expected.output
-    (first,) = home.glob("runs/*")
-    first.rename(tmp_path / "expected")
+    expected = weights_on_one_machine(home, run_cli)
 
     command = cluster.run(*command_of_the_page())
     wait_for_step(home, 20, command)
@@ -524,13 +527,13 @@ def test_twenty_seconds_without_a_link_and_a_bad_network_change_no_bit(
     time.sleep(20)
     cluster.machines.link(1, "up")
     done = command.finish(150, grace=20)
-    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+    assert done.returncode == 0 and weights_of(done.stdout) == expected, done.output
 
     for number in (0, 1):
         cluster.machines.lose(number, 5)
         cluster.machines.limit(number, "2mbit")
     done = cluster.run(*command_of_the_page()).finish(150, grace=20)
-    assert done.returncode == 0 and weights_of(done.stdout) == weights_of(expected.stdout), done.output
+    assert done.returncode == 0 and weights_of(done.stdout) == expected, done.output
     assert min(cluster.machines.num_lost(each) for each in (0, 1)) > 5
 
 

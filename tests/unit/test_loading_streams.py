@@ -138,10 +138,8 @@ def test_workers_of_a_stream_take_no_file_descriptor_per_sample() -> None:
     import resource
 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = (
-        max(int(each.name) for each in Path("/proc/self/fd").iterdir()) + 200
-    )  # for 600 samples; this process has descriptors of its own
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())  # that this process has open
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 200, limits[1]))
     try:
         [groups] = groups_of_ranks(DataLoader(Mixed(600), num_workers=1), plan(1, 600))
     finally:

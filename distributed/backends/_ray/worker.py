@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect
-from distributed.config.registry import installed_version
+from distributed.config.registry import versions_of
 from distributed.launching.heartbeat import SLOT_BYTES, Board
 from distributed.launching.listening import reachable_address
 from distributed.launching.nodes import Node, interface_environ, this_node
@@ -100,10 +100,7 @@ def work(
         "gpus": ray.get_runtime_context().get_accelerator_ids().get("GPU", []),
         "addresses": this_node(worker_config["address"]).to_dict(),
         "sees_run": Path(worker_config["cwd"], worker_config["run_dir"], ".lock").exists(),
-        "versions": {
-            name: installed_version(name) or "missing"
-            for name in ("distributed-trainer", *worker_config["request"]["libraries"])
-        },
+        "versions": versions_of(("distributed-trainer", *worker_config["request"]["libraries"])),
     }  # fmt: skip
     launcher = connect(worker_config["address"], worker_config["port"], worker_config["token"], hello)
     commands = launcher.read()
