@@ -24,11 +24,11 @@ _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 def epoch_order(
     num_samples: int, seed: int, epoch: int, shuffle: bool, version: int = DATA_VERSION
 ) -> NDArray[numpy.int64] | ComputedOrder:
-    """Return the sample index at each position of an epoch, for slices of positions: `order[8:16]` is an array `[8]`.
+    """Return the order of an epoch: the sample index at each position. A slice such as `order[8:16]` is an array of shape `[8]`.
 
     The result is the same on every rank, machine and numpy version, because the streams of SeedSequence and RandomState
     are frozen (NEP 19). Without `shuffle` it is 0, 1, 2, ... An order of at most `MAX_TABLE` samples is an array, which is
-    shuffled. A longer one is computed at the positions that are asked for.
+    shuffled. A longer order is computed only at the positions that are read.
 
     Args:
         num_samples: the length of the data set.
@@ -81,10 +81,10 @@ class ComputedOrder:
             yield from self[start : start + _AHEAD].tolist()
 
     def _read(self, wanted: range) -> None:
-        """Compute the indices at `wanted`, and with them those that will probably be asked for next.
+        """Compute the indices at `wanted`, together with those that will probably be read next.
 
-        A rank asks for few positions at a time, for which the calls of numpy take most of the time. Its slices are either
-        one after the other, or they follow each other with gaps of other lengths than their steps.
+        A rank reads few positions at a time, and the overhead of each numpy call would then take most of the time. The slices
+        of a rank either follow each other directly, or with gaps whose lengths differ from their steps.
         """
         follows, is_short = wanted[0] == self._next, wanted[-1] - wanted[0] < _AHEAD
         step = 1 if is_short and not follows else wanted.step
@@ -184,9 +184,9 @@ def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | N
 def aligned_micro_batches(num_samples: int, batch: BatchPlan) -> list[range]:
     """Return the positions of one update's samples in each of its micro-batches. Each begins at a multiple of `data_parallel_size`.
 
-    Rank r takes every `data_parallel_size`-th sample of a micro-batch from r on, so that in an update it takes the positions that
-    leave the remainder r. In a full update that divides by the number of ranks, these are the `slices`. The micro-batches differ by
-    at most one sample for each rank.
+    Rank r takes every `data_parallel_size`-th sample of a micro-batch from r on. So in an update it takes each position p with
+    `p % data_parallel_size == r`. In a full update whose size is divisible by the number of ranks, these are the `slices`. The
+    sizes of the micro-batches differ by at most one sample for each rank.
 
     Args:
         num_samples: global samples of the update.

@@ -35,7 +35,7 @@ class TrainingError(DistributedError):
     """Training failed: a NaN loss, a worker that died, a checkpoint that could not be written."""
 
     exit_code = 1
-    micro_batch = 0  # if above 0, the run may restart with micro-batches of at most so many samples
+    micro_batch = 0  # if above 0, the run may restart with micro-batches of at most this many samples
 
 
 class CheckpointError(ConfigError):

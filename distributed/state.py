@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Sums = list[tuple[float, float]]  # (sum, count) of several steps, in their order
-# In the names of sums, what follows the name of a value that is not averaged: it is added up, or its largest value is kept.
+# Suffixes of the names of sums for values that are not averaged: SUM is added up, and MAX keeps the largest value.
 # The separator is a control character, which no name of a metric has.
 SEPARATOR = "\x1f"
 SUM, MAX = f"{SEPARATOR}sum", f"{SEPARATOR}max"
@@ -17,7 +17,7 @@ RATE = f"{SEPARATOR}rate"  # it is added up and divided by the seconds of traini
 DATA_VERSION = 2
 # The metrics of a finished epoch by name, with its `epoch` and `step`: a row of `History`.
 EpochMetrics = Mapping[str, Any]
-# Takes an event of a run for the display, such as {"kind": "warning", "text": ...}.
+# A function that sends an event of a run to the display, such as {"kind": "warning", "text": ...}.
 OnEvent = Callable[[Mapping[str, Any]], None]
 
 
@@ -152,7 +152,7 @@ class TrainState:
         epoch: the number of epochs finished.
         samples_in_epoch: the number of global samples of the current epoch that were used.
         samples_seen: the number of global samples that were used.
-        cursor: where a stream of data stands in the epoch, see `ShardedData.cursor`. None for other data.
+        cursor: the position of a data stream in the epoch, see `ShardedData.cursor`. None for other data.
         data_version: the version of the order of the samples, see `data.epoch_order`. It stays the same for a run, whichever
             version of the package continues it.
         stop_reason: why training ended early, such as "max_steps", "early_stopping" or "signal 15".
@@ -193,7 +193,7 @@ class TrainState:
 
     @property
     def has_row(self) -> bool:
-        """Return whether the newest row is of this very step and stays."""
+        """Return whether the newest row belongs to this step and will not be replaced."""
         return bool(self.rows) and self.rows[-1]["step"] == self.step and not self.is_last_row_open
 
     def to_json(self) -> dict[str, Any]:

@@ -39,16 +39,15 @@ class Trainer:
 
     Args:
         model: a module, or a factory `() -> module` (called on every rank with the seed of the run).
-        config: a DistributedConfig; or the path of a YAML file, for instance a run's config.yaml, whose settings are
-            overridden by `settings`; or a plain dict from a sweep (settings and `lr` apply, other entries are only
-            recorded).
+        config: a DistributedConfig, the path of a YAML file (such as a run's config.yaml), or a plain dict from a
+            sweep. In a plain dict, settings and `lr` apply, and other entries are only recorded. `settings` override all of them.
         optimizer: the name of an optimizer ("adamw", "adam", "sgd", "adafactor", "muon"), an optimizer, or a factory
             `(params) -> optimizer`. None means AdamW at `learning_rate`.
         scheduler: the name of a schedule ("constant", "linear", "cosine", "polynomial", "wsd"), a schedule, or a factory
             `(optimizer) -> schedule`. Stepped once per update, or per epoch with `scheduler_interval="epoch"`.
         loss_fn: `(outputs, targets)` -> a scalar (the mean over the samples), any other tensor (averaged over its
-            elements), or `(sum, count)`. Or a name: one of `keras.losses` for a Keras model, such as
-            "sparse_categorical_crossentropy", and "cross_entropy", "mse", "l1" or "bce_with_logits" for a torch module. None
+            elements), or `(sum, count)`. A name is accepted too. For a Keras model it is a name in `keras.losses`, such as
+            "sparse_categorical_crossentropy". For a torch module it is "cross_entropy", "mse", "l1" or "bce_with_logits". None
             means cross-entropy for `[batch, classes]` outputs with class indices, mean squared error for float targets of
             the outputs' shape, or the model's own `.loss`.
         training_step: `(model, batch)` -> what `loss_fn` may return, a dict with `loss` and metrics, or an object with
@@ -60,21 +59,22 @@ class Trainer:
             `training_step` must return their arguments by name. `accuracy` is added if the targets are class indices.
         callbacks: `Callback` objects, or those of `keras.callbacks`. Their hooks run on every rank.
         loggers: names of loggers ("tensorboard", "mlflow", "wandb", "csv", or one that an installed package registers) and `Logger`
-            objects, which get what the main process logs. The names are the setting `loggers`.
-        models: several modules or factories by name, in the place of `model`. They need a
+            objects, which get what the main process logs. Names may also be given by the setting `loggers`.
+        models: several modules or factories by name, instead of `model`. They need a
             `training_step(models, batch, update)`, which calls `update(NAME, loss)` for each model that it trains.
         optimizers: the optimizers of `models` by name. A model without an entry is not trained. None means that all are
             trained with the default.
         schedulers: the schedules of these optimizers by name.
         tokenizer: a tokenizer of transformers. It pads rows that hold its inputs, unless there is a `collate_fn`, and is
             saved beside an exported model. Callbacks get it as `context.processing_class`.
-        processing_class: the same argument by the name in transformers, also for a processor of images or audio, which
+        processing_class: another name of `tokenizer`, as in transformers. It may also be a processor of images or audio, which
             pads nothing.
-        collate_fn: makes a batch of a list of samples, such as a data collator of transformers. A DataLoader with a
-            `collate_fn` of its own contradicts it.
+        collate_fn: a function that makes a batch from a list of samples, such as a data collator of transformers. It cannot be
+            combined with a DataLoader that has its own `collate_fn`.
         predict_with_generate: whether metrics get what `model.generate()` returns for the inputs of each validation batch. A
-            metric is then a function `(ids, labels)` of all samples, which are on the main process, `[samples, length]`
-            each: ids without the prompt, and labels padded with -100. It is not computed in training.
+            metric is then a function `(ids, labels)`, which the main process calls with all samples. Both arguments have the
+            shape `[samples, length]`. The ids do not contain the prompt, and the labels are padded with -100. Such a metric is
+            not computed in training.
         generation_config: a GenerationConfig of transformers, or a dict whose entries replace those of the model's.
         settings: fields of DistributedConfig, or the options of a backend: `ddp={"bucket_cap_mb": 50}`.
 
@@ -173,15 +173,15 @@ class Trainer:
         Args:
             train_data: a DataLoader, a map-style dataset or an iterable dataset that yields inputs with targets, such
                 as `TensorDataset(inputs, targets)`. On TensorFlow also a tf.data.Dataset, or a tuple of arrays.
-            val_data: validation data of the same kinds, a dict of such data sets by name, whose metrics are called
-                `val_NAME_loss` and so on, or None.
-            x: in the place of `train_data`, the inputs as an array or tensor (NumPy, torch, TensorFlow, pandas) with one sample
-                per row. Several inputs are a tuple of arrays, or a dict by name. Floats are converted to the `dtype` of the run.
+            val_data: validation data of the same kinds, or None. For several validation sets, pass a dict of such data sets by
+                name. Their metrics are called `val_NAME_loss` and so on.
+            x: the inputs, instead of `train_data`: an array or tensor (NumPy, torch, TensorFlow, pandas) with one sample per
+                row. Several inputs are a tuple of arrays, or a dict by name. Floats are converted to the `dtype` of the run.
             y: the targets of `x`, with one row per sample. Several targets of a Keras model are a tuple or a dict.
             sample_weight: the weight of each sample of `x` in the loss of a Keras model, of shape `[samples]`. The weighted
                 losses are summed and divided by the number of samples.
-            class_weight: the weights of the samples by class index, in the place of `sample_weight`. Other classes weigh 1.
-            validation_data: in the place of `val_data`, a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set.
+            class_weight: the weights of the samples by class index, instead of `sample_weight`. Other classes have weight 1.
+            validation_data: a tuple `(x, y)` or `(x, y, sample_weight)` of arrays, or a data set, instead of `val_data`.
             callbacks: further callbacks for this fit.
             epochs: the setting of that name. In a further `fit`, the number of further epochs.
             max_steps: the setting of that name. In a further `fit`, the number of further updates.
@@ -191,7 +191,7 @@ class Trainer:
             verbose: the setting of that name. Keras's 1, 2 and "auto" mean True, and 0 means False.
             checkpoint_dir: the setting of that name.
             mlflow_experiment: the setting of that name.
-            others: refused, with the argument or the setting to use instead.
+            others: any other argument. It is refused, and the error names the argument or the setting to use instead.
 
         Returns:
             The History. The model in this process has the trained weights. If workers were started, the optimizer, the
@@ -253,7 +253,7 @@ class Trainer:
             The curve, the same on all ranks. Its `suggestion` is a value for the setting `learning_rate`.
 
         Raises:
-            ConfigError: the range is wrong, or the trainer has been used; also the errors of `fit`.
+            ConfigError: the range is wrong, or the trainer has been used. The errors of `fit` can be raised too.
         """
         from distributed.finders.learning_rate import RateRange, find_learning_rate
 
@@ -279,7 +279,7 @@ class Trainer:
 
         Raises:
             ResourceError: `start` does not fit.
-            ConfigError: `start` cannot be tried; also the errors of `fit`.
+            ConfigError: `start` cannot be tried. The errors of `fit` can be raised too.
         """
         from distributed.finders.batch_size import find_batch_size
 
@@ -302,18 +302,19 @@ class Trainer:
     def predict(self, data: Any, *, out: str | os.PathLike[str] | None = None, force: bool = False) -> Any:
         """Return the model's outputs for every sample of `data`, on the host, or write them into files.
 
-        Every rank must call it and gets all outputs, unless `out` is given. The outputs are in the order of the data set, even if a DataLoader
-        shuffles. With a custom sampler they are in its order, and with `data.presharded` they come rank by rank. A batch is
-        passed to the model as in training, without the last entry of a tuple (the targets). Tensors and arrays are joined
-        along their first dimension and lists with one entry per sample are concatenated, also inside dicts, tuples and data
-        classes. Tensors of different shapes are returned as a list with one entry per sample. Values that belong to no
-        sample (a loss) are returned as a list with one entry per batch.
+        Every rank must call it. Every rank gets all outputs, unless `out` is given. The outputs are in the order of the data set,
+        even if a DataLoader shuffles. With a custom sampler they are in the order of the sampler, and with `data.presharded` they
+        come rank by rank. A batch is passed to the model as in training, without the last entry of a tuple (the targets).
+
+        Tensors and arrays are joined along their first dimension, and lists with one entry per sample are concatenated. This
+        also holds inside dicts, tuples and data classes. Tensors of different shapes are returned as a list with one entry per
+        sample. Values that belong to no sample (a loss) are returned as a list with one entry per batch.
 
         Args:
             data: what `fit` takes, or one tensor or array of inputs with one sample per row.
-            out: a directory into which each rank writes its own outputs, with the indices of their samples. No rank holds more than
-                a part of them. `distributed.load_predictions(out)` returns them in order. All nodes must share the directory.
-                The outputs must be rows of tensors or arrays for each sample, or lists with one entry per sample.
+            out: a directory into which each rank writes its own outputs, with the indices of their samples, so that no rank
+                holds all outputs. `distributed.load_predictions(out)` returns all of them in order. All nodes must share the
+                directory. Each output must be a tensor or an array with rows for each sample, or a list with one entry per sample.
             force: whether to replace the outputs of an earlier call in `out`. Those of a call that did not finish are always
                 replaced.
 
@@ -348,19 +349,22 @@ class Trainer:
         return average
 
     def log(self, name: str, value: Any, reduce: str = "mean", *, on_every_rank: bool = False) -> None:
-        """Log a number, an image or the like beside the metrics of the running fit. Any rank may call it, alone too.
+        """Log a number, an image or the like together with the metrics of the running fit.
 
-        Call it in `training_step`, `loss_fn` or a hook of a callback. Values that a step or `on_step_end` logs are
-        reduced since the last log line and over the ranks, and are part of that line, of `History` and of checkpoints. A
-        mean in a step weighs each value by the samples of its micro-batch. A step that validates logs `val_NAME`. Values
-        that any other hook logs are recorded at once, by themselves.
+        A single rank may call it; it is not a collective. Call it in `training_step`, `loss_fn` or a hook of a callback.
+
+        Values that a step or `on_step_end` logs are reduced over the ranks and over the updates since the last log line. The
+        result is part of the next log line, of `History` and of checkpoints. In a step, a mean weights each value by the number
+        of samples in its micro-batch. In a validation step, the value is logged as `val_NAME`. Values that any other hook logs
+        are recorded immediately, in a row of their own.
 
         Args:
             name: the name of the value.
-            value: a number, or a tensor with one element, which may stay on its device, because the step does not wait for it;
-                or an `Image`, `Text`, `Table`, `Audio` or `Figure` of `distributed.loggers`, which the main process keeps.
+            value: a number, a tensor with one element, or an `Image`, `Text`, `Table`, `Audio` or `Figure` of
+                `distributed.loggers`. A tensor may stay on its device, because the step does not wait for it. Of images and the
+                like, only those of the main process are kept, unless `on_every_rank` is set.
             reduce: "mean", "sum" or "max", for numbers.
-            on_every_rank: whether to keep what each rank logs, as `NAME/rank_0`, `NAME/rank_1` and so on.
+            on_every_rank: whether to keep the value of each rank, as `NAME/rank_0`, `NAME/rank_1` and so on.
 
         Raises:
             ConfigError: no fit or evaluation runs in this process, the name is taken, or the value cannot be logged.
@@ -376,6 +380,9 @@ class Trainer:
 
         Returns:
             The path that was written.
+
+        Raises:
+            ConfigError: `path` is an address of object storage, or the checkpoint cannot be written.
         """
         refuse_address(path, "save()")
         if self._fits.remote is not None and Path(path).suffix != ".safetensors":
@@ -387,7 +394,7 @@ class Trainer:
         """Save a model of transformers, and the tokenizer or processor of this trainer, into a directory.
 
         Every rank must call it, and the main process writes. `AutoModel...from_pretrained(path)` and
-        `AutoTokenizer.from_pretrained(path)` read the directory. Of a model with PEFT adapters, the adapters are saved.
+        `AutoTokenizer.from_pretrained(path)` read the directory. For a model with PEFT adapters, only the adapters are saved.
 
         Args:
             path: the directory. It is created if it does not exist.
@@ -416,12 +423,12 @@ class Trainer:
     def main_process_first(self, *, local: bool = True) -> contextlib.AbstractContextManager[None]:
         """Return a context manager whose block runs on the main process first, and then on all other processes at once.
 
-        For work whose result the others then find, such as a download or a file with prepared data. The block may take longer than
-        `timeout_s`. Every rank must enter it. In a process that starts workers it runs at once.
+        Use it for work whose result the other processes need, such as a download or a file with prepared data. The block may take
+        longer than `timeout_s`. Every rank must enter it. In a process that starts workers, the block runs immediately.
 
         Args:
-            local: whether the first process of each node runs the block first. With False it is rank 0 alone, for a directory
-                that all nodes share.
+            local: whether the first process of each node runs the block first. With False, only rank 0 does, which suits a
+                directory that all nodes share.
 
         Raises:
             TrainingError: on the ranks that waited, if the block failed on a rank before them. That rank raises its own error.
@@ -542,36 +549,36 @@ def _read_callbacks(callbacks: Any) -> list[Callback]:
 
 
 class PyTorchDDPTrainer(Trainer):
-    """Trainer on PyTorch DistributedDataParallel. Its options may be passed without the group (`static_graph=True`)."""
+    """Trainer on PyTorch DistributedDataParallel. Options of the group `ddp` may be passed directly: `static_graph=True`."""
 
     _backend = "pytorch-ddp"
 
 
 class FSDPTrainer(Trainer):
-    """Trainer on PyTorch FSDP2. Its options may be passed without the group (`cpu_offload=True`)."""
+    """Trainer on PyTorch FSDP2. Options of the group `fsdp` may be passed directly: `cpu_offload=True`."""
 
     _backend = "fsdp"
 
 
 class RayTrainer(Trainer):
-    """Trainer whose processes Ray Train starts. Its options may be passed without the group (`engine="fsdp"`)."""
+    """Trainer whose processes Ray Train starts. Options of the group `ray` may be passed directly: `engine="fsdp"`."""
 
     _backend = "ray"
 
 
 class DeepSpeedTrainer(Trainer):
-    """Trainer on DeepSpeed ZeRO. Its options may be passed without the group (`zero_stage=3`)."""
+    """Trainer on DeepSpeed ZeRO. Options of the group `deepspeed` may be passed directly: `zero_stage=3`."""
 
     _backend = "deepspeed"
 
 
 class HorovodTrainer(Trainer):
-    """Trainer on Horovod. Its options may be passed without the group (`compression=hvd.Compression.fp16`)."""
+    """Trainer on Horovod. Options of the group `horovod` may be passed directly: `compression=hvd.Compression.fp16`."""
 
     _backend = "horovod"
 
 
 class TensorFlowDistributedTrainer(Trainer):
-    """Trainer for Keras models on TensorFlow. Its options may be passed without the group."""
+    """Trainer for Keras models on TensorFlow. Options of the group `tensorflow` may be passed directly."""
 
     _backend = "tensorflow"

@@ -101,7 +101,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _array(name: str, leaf: Any) -> Any:
-    """Return a torch tensor detached and on the CPU, and anything else as a numpy array."""
+    """Return `leaf` as a detached tensor on the CPU if it is a torch tensor, else as a numpy array."""
     import numpy
 
     if hasattr(leaf, "to_numpy"):  # pandas, polars

@@ -57,11 +57,11 @@ class ShardedData(abc.ABC):
 
     num_samples: int | None  # samples of all ranks in an epoch; None for a stream of unknown length
     batch: BatchPlan
-    version: int = DATA_VERSION  # of the order, see `use_version`
+    version: int = DATA_VERSION  # version of the order, see `use_version`
     has_own_cursor: bool = (
         False  # whether each rank reads a part of its own, so that a checkpoint needs the cursor of every rank
     )
-    notices: Sequence[str] = ()  # what the start of a run says about this data
+    notices: Sequence[str] = ()  # notices about this data, shown at the start of a run
 
     @property
     def updates_per_epoch(self) -> int | None:
@@ -82,17 +82,17 @@ class ShardedData(abc.ABC):
         self.version = version
 
     def cursor(self, samples: int) -> dict[str, Any] | None:
-        """Return where the data set stands after `samples` of the epoch, JSON-able, for `seek`. Not a collective.
+        """Return the position of the data set after `samples` samples of the epoch, JSON-able. Not a collective.
 
-        The last update batch may have been read and not used. Return None if the data set does not tell. A resume then reads
-        the used samples again and drops them.
+        `seek` takes this position. The last update batch may have been read without being used. Return None if the data set
+        does not report its position. A resume then reads the used samples again and drops them.
         """
         return None
 
     def seek(self, cursor: Mapping[str, Any] | None) -> None:
-        """Let the next `epoch` begin at `cursor`, if it is of the same epoch and sample. Not a collective.
+        """Let the next `epoch` begin at `cursor`, if `cursor` belongs to the same epoch and sample. Not a collective.
 
-        With `has_own_cursor`, `cursor["ranks"]` has what `cursor` returned on each rank.
+        With `has_own_cursor`, `cursor["ranks"]` holds the result of the method `cursor` of each rank.
         """
 
     def close(self) -> None:
@@ -115,8 +115,8 @@ class MetricsOverAll:
         A collective. `means` are the means over batches of the same samples. With `is_end` no more samples follow, and
         every function is checked. Earlier calls check functions only from time to time.
 
-        Returns None in an evaluation that finds out that a function is not a mean, if not all of its arguments were
-        kept. The caller then evaluates again. In training such a function is computed over all samples from the next
+        Returns None if an evaluation finds a function that is not a mean and not all of its arguments were kept.
+        The caller then evaluates again. In training such a function is computed over all samples from the next
         epoch on.
         """
         return {}
@@ -126,8 +126,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
     """Run the steps of training with one engine.
 
     Other parts of an engine are separate objects: `world` communicates (`World`), `measured` computes metrics over all
-    samples (`MetricsOverAll`), `observer` observes training (`Observer`), and the `Starting` that its registry entry
-    names starts its runs. `distributed.testing.fake` contains an adapter without a framework.
+    samples (`MetricsOverAll`), and `observer` observes training (`Observer`). The registry entry of a backend names the
+    `Starting` class that starts its runs. `distributed.testing.fake` contains an adapter without a framework.
     """
 
     Options: ClassVar[type[Any]]  # frozen dataclass of the options of this backend, checked by the config
@@ -190,7 +190,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.measured = MetricsOverAll()  # set by `prepare`
         self.on_event: OnEvent = lambda event: None
 
-    # ------------------------------------------------------------------ what every engine does, in the order of a fit
+    # ------------------------------------------------------------------ required methods, in the order of a fit
     # Every rank calls each of these methods, in the same order, unless its docstring says otherwise. An error on one rank ends
     # the run, so an adapter catches none.
 
@@ -229,7 +229,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Load what `save` wrote in `directory` at any world size. `state` is what `save` returned on rank 0.
+        """Load the checkpoint that `save` wrote into `directory`. The world size may have changed since.
+
+        `state` is the result of `save` on rank 0.
 
         A collective. Raises CheckpointError if the checkpoint does not fit the model.
         """
@@ -245,7 +247,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def collect(self, results: Sequence[StepResult]) -> dict[str, Sums]:
-        """Return name -> (sum, count) over all ranks of each of the `results` in order, as floats.
+        """Return name -> list of (sum, count) over all ranks, as floats, with one pair for each of `results` in order.
 
         A collective, and the only method that always waits for the device in training. A result without the name has
         (0, 0). The pair of a result does not depend on the other `results`. The positions of log lines and checkpoints
@@ -281,7 +283,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def unwrap(self) -> None:
-        """Remove the wrapper that training put around the model, so that the process can end in order.
+        """Remove the wrapper that training put around the model, so that the process can exit cleanly.
 
         Called at the end of each fit, also after a failure, so it is not a collective.
         """
@@ -314,12 +316,12 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def teardown(self) -> None:
-        """Leave the other processes in order, and leave no thread behind.
+        """Disconnect from the other processes cleanly, and leave no thread running.
 
         Called at exit, also after a failure, so it must not wait for another rank.
         """
 
-    # ------------------------------------------------------------------ what an engine may do besides
+    # ------------------------------------------------------------------ optional methods
 
     def check(self, job: Job, *, here: bool) -> None:
         """Raise ConfigError for errors in `job` that can be found before processes join each other.
@@ -353,8 +355,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
         self.job = job or self.job
 
     def own_generators(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the global random generators have the states of training. The caller's states are
-        restored after it."""
+        """Return a context manager in which the global random generators have the states of training. The caller's states
+        are restored at its end."""
         return contextlib.nullcontext()
 
     def reassemble(self) -> None:
@@ -385,7 +387,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
 
 def reason_of(backend: Backend[Any], why: str | tuple[If, ...]) -> str:
-    """Return the condition under which the engine of `backend` refuses something, and the reason. Return "" if it does not."""
+    """Return the refusal `why` as text for a message: its condition, if any, and its reason. Return "" if no condition holds."""
     if isinstance(why, str):
         return f": {why}"
     return next((f" {each.when}: {each.reason}" for each in why if each.holds(backend)), "")
@@ -404,7 +406,7 @@ def check_refusals(backend: Backend[Any]) -> None:
 
 
 def check_callbacks(backend: Backend[Any], callbacks: Sequence[Callback]) -> None:
-    """Raise ConfigError for a callback that needs what the engine of `backend` does not have, or what another one uses."""
+    """Raise ConfigError for a callback that needs a feature that the engine of `backend` lacks or another callback uses."""
     averaging = [type(callback).__name__ for callback in callbacks if AVERAGED_WEIGHTS in callback.needs]
     if len(averaging) > 1:
         raise ConfigError(

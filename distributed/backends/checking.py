@@ -1,7 +1,7 @@
 """Find plain metric functions that are not means, by comparing the mean over batches with the value over all samples.
 
-For this a rank keeps batches up to a limit. Further batches are examined one by one, see `splitting.vote`. Loads no
-framework.
+Each rank keeps batches up to a limit. Further batches are joined to chunks, and each chunk is examined by
+`splitting.judge`. Loads no framework.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Convert weights that other programs have saved to a safetensors file. What could run code is read by a child process.
+"""Convert the weights in checkpoints of other programs to safetensors files. A child process reads the checkpoints.
 
-This module finds out what a file or directory is. `_torch/foreign.py` reads it.
+This module recognizes the format of a file or directory. `_torch/foreign.py` reads it.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class Converted:
         format: see `Foreign`.
         num_tensors: number of tensors in the file.
         num_bytes: size of the file.
-        skipped: names beside the tensors that are none, such as extra state of modules.
-        is_isolated: whether the process that read the checkpoint had no network.
+        skipped: names of entries that are not tensors, such as extra state of modules.
+        is_isolated: whether the process that read the checkpoint had no network. True for "safetensors", which runs no code.
     """
 
     format: str
@@ -65,7 +65,7 @@ class Converted:
 
 
 def recognize(path: Path) -> Foreign:
-    """Return what `path` is, by names alone. Raises CheckpointError if it is nothing that can be converted."""
+    """Return the format and files of `path`, recognized by file names. Raises CheckpointError if it cannot be converted."""
     if path.is_file():
         if path.suffix in PICKLES:
             return Foreign(path, "torch", [path])
@@ -115,8 +115,9 @@ def convert(
             Accelerate or the Trainer of transformers.
         out: the file to write.
         trust: whether code that the checkpoint contains may run, in a child process without network where the system allows it.
-        key: where the weights are in the saved object, such as `state_dict` or `app.model`, if they are not found by themselves.
-        prefix: take only tensors whose names begin so, without it: `model.` for the attribute `model` of a LightningModule.
+        key: where the weights are in the saved object, such as `state_dict` or `app.model`, if they are not found automatically.
+        prefix: take only tensors whose names begin with this prefix, and remove it from the names. Use `model.` for the attribute
+            `model` of a LightningModule.
         force: whether `out` may exist. It is replaced when the new file is complete.
 
     Raises:
@@ -155,7 +156,7 @@ def _needs_trust(what: str) -> CheckpointError:
 
 
 def _read_in_child(foreign: Foreign, out: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the child's answer. Raises CheckpointError with what it says is wrong."""
+    """Read `foreign` in a child process, and return its answer. Raises CheckpointError with the problem that it reports."""
     order = {
         "path": str(foreign.path),
         "format": foreign.format,
@@ -177,10 +178,10 @@ def _read_in_child(foreign: Foreign, out: Path, options: dict[str, Any]) -> dict
 
 
 def _run_child(order: Mapping[str, Any]) -> tuple[bytes, str]:
-    """Return the child's answer, and the last line of its stderr or how it ended."""
+    """Return the child's answer, and the last line of its stderr. Without such a line, return a text with its exit status."""
     reads, writes = os.pipe()
     with os.fdopen(reads, "rb") as answers:
-        # Its streams are not shown: code in a pickle may write there, and libraries write what is of no use here.
+        # Do not show the child's output: code in a pickle may write to it, and messages of libraries are of no use here.
         child = subprocess.Popen(
             [sys.executable, "-m", "distributed.backends._torch.foreign", str(writes), json.dumps(order)], stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, pass_fds=[writes],

@@ -35,7 +35,7 @@ class DDPOptions:
         None, "updates with whole gradients before PowerSGD begins (default: torch's 1000)", int, minimum=2
     )
     topk_ratio: float | None = setting(
-        None, "part of each gradient that topk sends (default: 0.01)", float, above=0, maximum=1
+        None, "fraction of each gradient that topk sends (default: 0.01)", float, above=0, maximum=1
     )
     hierarchical_group_size: int | None = setting(
         None, "number of ranks that hierarchical sums first (default: those of a node)", int, minimum=2

@@ -32,7 +32,7 @@ _WAITS = Need(
     "several processes, or deepspeed.cpu_adam",  # also limits the wait for a process that compiles cpu_adam
     lambda where, name: "" if where.backend.options.cpu_adam else SEVERAL_PROCESSES.lacks(where, name),
 )
-# DeepSpeed 0.19 needs oneDNN with AVX512-FP16 or AMX for it. That is too rare to be detected here.
+# For fp16 on CPUs, DeepSpeed 0.19 needs oneDNN with AVX512-FP16 or AMX. That is too rare to be detected here.
 HAS_FP16_ON_CPU = False
 
 
@@ -118,7 +118,7 @@ class DeepSpeedOptions:
     def settings_of_arguments(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings of TrainingArguments without those that the optimizer of the DeepSpeed config replaces.
 
-        As in transformers, its entries "auto" get the values of the arguments.
+        As in transformers, entries "auto" of that optimizer get the values of the arguments.
         """
         own = self.deepspeed_config
         if own is None or "optimizer" not in own:
@@ -138,8 +138,8 @@ _PARTITIONED = If(
 class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     """Run the torch step through DeepSpeed's engine.
 
-    The model and its optimizer are plain modules until the first update of a fit. The model is a plain module again after the
-    fit. Checkpoints have the format of every torch backend.
+    The model and its optimizer are unwrapped until the first update of a fit. The model is unwrapped again after the fit.
+    Checkpoints have the same format as those of the other torch backends.
     """
 
     Options: ClassVar[type[Any]] = DeepSpeedOptions

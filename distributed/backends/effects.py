@@ -108,7 +108,7 @@ SCHEDULE = Need(
 
 
 def _of_named(setting: str) -> Need:
-    """Return the need of a setting that only some of the optimizers or schedules take that settings can name."""
+    """Return the need of a setting that only some of the named optimizers or schedules take."""
     what, takes = ("optimizer", OPTIMIZERS) if setting in ("betas", "momentum") else ("scheduler", SCHEDULES)
     taking = [name for name, names in takes.items() if setting in names]
     default = "adamw" if what == "optimizer" else None

@@ -1,4 +1,4 @@
-"""Write a trained model in a format that other programs run, and check the file by running both on the same batch."""
+"""Write a trained model in a format that other programs run. Check the file by running it and the model on the same batch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Exported:
 
     Attributes:
         path: the file or directory.
-        source: the checkpoint or file that the weights came from, or None for those that the model had.
+        source: the checkpoint or file that the weights came from, or None if the model kept its own weights.
         difference: the largest absolute difference between an output of the model and of the file, for the same batch. None for
             "safetensors", which holds no program to run.
         takes_any_batch_size: whether the batches may have another size than the example.
@@ -82,8 +82,8 @@ def export(
 
     Args:
         model: a torch module, a Keras model, or a factory of one.
-        source: the weights to load before, as `load_weights` takes them: a run directory means its best checkpoint. None keeps the
-            weights of `model`.
+        source: the weights to load first, in any form that `load_weights` takes. A run directory means its best checkpoint. None
+            keeps the weights of `model`.
         path: the file or directory to write.
         format: "safetensors" (weights alone), "onnx", "torch-export" (a `.pt2` file), "savedmodel" (Keras models on TensorFlow) or
             "huggingface" (models of transformers).
@@ -92,8 +92,11 @@ def export(
         force: whether to replace what is at `path`.
         processing_class: a tokenizer or a processor, which "huggingface" saves beside the model.
 
+    Returns:
+        The path, the source of the weights, and the difference that the check found.
+
     Raises:
-        ConfigError: the format does not exist or does not hold this model. If an operator is the reason, it is named.
+        ConfigError: the format does not exist or does not hold this model. The message names an unsupported operator.
         ResourceError: a library is missing.
         CheckpointError: the weights do not fit.
     """
@@ -152,14 +155,17 @@ def check_format(name: str, path: Path, *, force: bool) -> None:
 
 
 def _may_be_replaced(directory: Path) -> bool:
-    """Return whether the directory holds nothing but what an export writes, and is not the current one or around it."""
+    """Return whether `directory` holds only files of an export.
+
+    Return False for the current directory, for its parents and for a symbolic link.
+    """
     if Path.cwd().is_relative_to(directory.resolve()) or directory.is_symlink():
         return False
     return all(any(fnmatch.fnmatch(each.name, known) for known in _OF_EXPORTS) for each in directory.iterdir())
 
 
 def inputs_of(model: Any, batch: Any) -> Any:
-    """Return the inputs in a batch of training data: an `example` for `export`, without targets."""
+    """Return the inputs of a batch of training data, without its targets, as the `example` for `export`."""
     if is_model(model):
         return unpacked(batch).x
     if isinstance(batch, Mapping):

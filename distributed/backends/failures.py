@@ -18,8 +18,7 @@ class Failures:
 
     @contextlib.contextmanager
     def noting(self, name: str) -> Iterator[None]:
-        """Keep an error that the block, which runs the code of metric `name`, raises. It is not raised on this rank
-        alone."""
+        """Keep an error that the code of metric `name` raises in the block, instead of raising it on this rank alone."""
         try:
             yield
         except (

@@ -196,7 +196,7 @@ class FSDPWrapper(Wrapper):
             wrapped.set_requires_gradient_sync(True)
 
     def backward_of(self, value: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> None:
-        # `inputs` would have to name the gathered parameters, which fully_shard keeps to itself. The gradients that the
+        # `inputs` would have to name the gathered parameters, which fully_shard does not expose. The gradients that the
         # other models get are dropped.
         others = set(self._backend.update.parameters).difference(parameters)
         kept = {parameter: parameter.grad for parameter in others}
@@ -207,8 +207,8 @@ class FSDPWrapper(Wrapper):
             parameter.grad = gradient
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether all ranks have memory for the whole model twice. Show a notice the first time that one has
-        not. A collective."""
+        """Return whether all ranks have memory for the whole model twice. Show a notice the first time that a rank has
+        too little. A collective."""
         from distributed.backends._torch import whole
 
         own = self._backend

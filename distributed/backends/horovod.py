@@ -130,8 +130,8 @@ class HorovodWrapper(Wrapper):
             self._backend.observer.add_wait(time.perf_counter() - began)
 
     def _labelled(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a block that a profile shows as communication, because the profiler does not see Horovod's own
-        threads."""
+        """Return a context manager that a profile shows as communication, because the profiler does not record Horovod's
+        own threads."""
         if not self._backend.config.profile:
             return contextlib.nullcontext()
         label: contextlib.AbstractContextManager[Any] = self._backend.torch.profiler.record_function(_WAIT)
@@ -152,7 +152,7 @@ class HorovodObserver(TorchObserver):
 
     def __init__(self, backend: HorovodBackend) -> None:
         super().__init__(backend)
-        # Seconds of waiting in each update, since the last log line and since `newly_waited_s`.
+        # Seconds of waiting in each update: since the last call of `waited_s`, and since that of `newly_waited_s`.
         self._waits: list[float] = []
         self._new_waits: list[float] = []
 

@@ -18,7 +18,7 @@ class Measured(MetricsOverAll):
     """Keep, for each plain metric function, whether it is a mean over samples.
 
     A function is computed as a mean, batch by batch, until an evaluation or a log line of training shows that it is not
-    a mean. Metrics that declare what they are (`over_all`, objects) are in `wholes` from the start and are not examined
+    a mean. Metrics declared with `over_all` and metric objects are in `wholes` from the start and are not examined
     here.
     """
 

@@ -106,7 +106,11 @@ def describe(
 def _suspects(
     update_batch: UpdateBatch, losses: Sequence[float], find_rows: Callable[[Any, int], Sequence[int]]
 ) -> list[Any]:
-    """Return how many samples of this rank may be the cause of its loss, the first of them, and those that are not finite themselves."""
+    """Return [number, names, rows] for the update of this rank.
+
+    These are the number of samples that may have caused its loss, the first of their names, and the names of samples that hold
+    values that are not finite.
+    """
     if update_batch.keys_at is None:
         return [0, [], []]
     keys = update_batch.keys_at(update_batch.position, update_batch.num_samples)

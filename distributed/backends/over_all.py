@@ -20,12 +20,12 @@ SPLITS = ("train", "val")
 _WARN_BYTES = 1 << 30
 _CHUNK_BYTES = 64 << 20  # limit of bytes that one collective sends from each rank
 
-# (arguments, number of samples) from each rank, for one micro-batch of the world. Of n ranks, rank r has every n-th sample,
-# beginning with the r-th.
+# (arguments, number of samples) from each rank, for one micro-batch over all ranks. With n ranks, rank r has every n-th
+# sample, beginning with sample r.
 Update = list[tuple[Any, int]]
 
 
-# Returns a block that restores the states of the random generators at its end.
+# Returns a context manager that restores the states of the random generators at its end.
 KeepingGenerators = Callable[[], contextlib.AbstractContextManager[None]]
 
 

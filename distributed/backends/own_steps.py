@@ -16,7 +16,7 @@ class OwnSteps(Protocol):
     and `finish` after the last `backward`. Every rank calls every method.
 
     Attributes:
-        own_loss: what the loop reports as its loss in place of that of `backward`.
+        own_loss: the loss that the loop logs itself. It is reported in place of the losses passed to `backward`.
     """
 
     own_loss: Logged
@@ -53,17 +53,17 @@ class OwnSteps(Protocol):
         """Make the update. A collective."""
 
     def report_own_loss(self, result: StepResult) -> None:
-        """Replace the loss in `result` by what the loop has logged to `own_loss`, if it has. Not a collective."""
+        """Replace the loss in `result` by the one in `own_loss`, if the loop has logged one. Not a collective."""
 
     def begin_evaluation(self) -> None:
         """Prepare the model for an evaluation by the script. A collective."""
 
     def evaluating(self, micro: MicroBatch) -> contextlib.AbstractContextManager[Any]:
-        """Return a block in which the script evaluates `micro`, whose batch on the device is its value. Not a collective."""
+        """Return a context manager for an evaluation of `micro`. It yields the batch on the device. Not a collective."""
 
     def gather(self, tensor: Any, num_samples: int | None) -> Any:
         """Return the rows of all ranks as one tensor on this rank's device. A collective.
 
-        Within a batch of which this rank has `num_samples`, the rows are in the order of the samples, each once. Otherwise they
-        come rank by rank.
+        If `num_samples` is given, `tensor` belongs to a batch of which this rank has that many samples. The rows are then in the
+        order of the samples, and each sample occurs once. Otherwise the rows are ordered by rank.
         """

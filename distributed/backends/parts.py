@@ -139,7 +139,7 @@ def num_bytes(value: Any) -> int:
 def by_update(pieces: Sequence[RankedPart], is_presharded: bool) -> list[list[tuple[Any, int]]]:
     """Return the (value, samples) of `pieces` in the order of the samples, one list per micro-batch of the whole world.
 
-    In such a list, of n ranks rank r holds every n-th sample, beginning with sample r. With `is_presharded`, each rank
+    In such a list, rank r of n ranks holds every n-th sample, beginning with sample r. With `is_presharded`, each rank
     has its own data. Each piece is then a list of its own, ordered by rank.
     """
     if is_presharded:

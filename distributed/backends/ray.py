@@ -52,7 +52,7 @@ class RayOptions:
     """Settings of Ray, and the engine whose step its processes run."""
 
     engine: str = setting(
-        "pytorch-ddp", "whose step the processes run; that backend's options apply too", choices=("pytorch-ddp", "fsdp")
+        "pytorch-ddp", "backend whose step the processes run; its options apply too", choices=("pytorch-ddp", "fsdp")
     )
     cpus_per_worker: float = setting(1.0, "CPUs that Ray reserves for each process", above=0)
     callbacks: str | None = setting(

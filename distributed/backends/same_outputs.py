@@ -7,7 +7,8 @@ from typing import Any
 
 from distributed.errors import ConfigError
 
-# The largest difference relative to the largest value of an output that rounding makes, by element type. Other types are exact.
+# Largest difference that counts as rounding, relative to the largest value of an output, by element type. Outputs of other
+# types must be equal.
 _ROUNDING = {"float64": 1e-8, "float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 Output = tuple[str, Any]  # (name of the element type, values as a numpy array of float64)
 

@@ -80,7 +80,7 @@ class TensorFlowBackend(Backend[Any]):
         self._results: Results | None = None
         self._nan_policy = NanPolicy(self.config.nan_policy, lambda event: self.on_event(event))
 
-    # ------------------------------------------------------------------ what differs where Horovod carries the tensors
+    # ------------------------------------------------------------------ overridden if Horovod sends the tensors
 
     _words: ClassVar[str] = start.WORDS  # for messages
     _flags: ClassVar[str] = start.FLAGS

@@ -305,7 +305,7 @@ class TorchBackend(Backend[OptionsT]):
             parameter.grad = None
 
     def end_update(self, update_batch: UpdateBatch, losses: list[Loss]) -> StepResult:
-        """Make the update from the gradients of the passes that had the `losses`. A collective."""
+        """Make the update from the gradients of the passes that returned `losses`. A collective."""
         assert self._averages is not None
         result = self._averages.of_training(update_batch.micro_batches, losses, update_batch)
         self.wrapper.exchange()

@@ -1,4 +1,4 @@
-"""Load weights by name into a torch or Keras model: from the code of users, and before the first update of a fit."""
+"""Load weights by name into a torch or Keras model, for the code of users and before the first update of a fit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load_weights(model: Any, source: str | os.PathLike[str], *, strict: bool = T
 
 
 def load_trained(model: Any, source: str | os.PathLike[str]) -> LoadedWeights:
-    """Load the weights at `source` as `load_weights` does. If they are the trainable ones only, `model` has the others.
+    """Load the weights at `source` as `load_weights` does. If `source` has only the trainable ones, `model` must have the others.
 
     Raises CheckpointError also if the frozen parameters of `model` are not those with which the checkpoint was trained.
     """

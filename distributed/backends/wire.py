@@ -20,7 +20,7 @@ _PLAIN = (bool, int, str, type(None))
 
 
 def to_bytes(value: Any) -> bytes:
-    """Return `value` as bytes, which are JSON that describes it and then the bytes of its arrays.
+    """Return `value` encoded as bytes: JSON that describes it, followed by the bytes of its arrays.
 
     Takes None, numbers, strings, bytes, NumPy arrays and torch tensors, and lists, tuples, mappings, named tuples and data
     classes of these at any depth. Raises ConfigError that names the type of anything else.

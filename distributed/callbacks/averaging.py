@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class Averaging(Callback):
     """Keep averaged weights, evaluate with them, and leave them in the model at the end of training.
 
-    Validation, and thereby the best checkpoint, uses the averaged weights. Checkpoints hold the trained and the averaged weights:
-    a resumed run continues with both bit for bit, and an export reads the averaged ones. After `fit`, the model has the averaged
-    weights; a further `fit` continues with the trained ones.
+    Validation uses the averaged weights, so they also decide which checkpoint is the best. Checkpoints hold the trained and the
+    averaged weights. A resumed run continues with both bit for bit, and an export reads the averaged weights. After `fit`, the
+    model has the averaged weights. A further `fit` continues with the trained weights.
     """
 
     needs: ClassVar[tuple[str, ...]] = (AVERAGED_WEIGHTS,)
@@ -60,7 +60,7 @@ class ExponentialMovingAverage(Averaging):
 
     Args:
         decay: between 0 and 1. The average is mostly over the last `every_n_steps / (1 - decay)` updates.
-        every_n_steps: the number of updates between two of the average.
+        every_n_steps: the number of training updates between two updates of the average.
         warmup: whether the decay of update n of the average is at most `(1 + n) / (10 + n)`, so that the first weights are
             forgotten sooner. The formula is that of `tf.train.ExponentialMovingAverage(num_updates=n)`.
 
@@ -85,17 +85,18 @@ class ExponentialMovingAverage(Averaging):
 class WeightAveraging(Averaging):
     """Average the weights of the last part of training with equal weight (stochastic weight averaging).
 
-    From `start_epoch` on, the weights at the end of each epoch count, or with `every_n_steps` those after each so many updates. Set a
-    constant or high learning rate for that part with a schedule. Before that part, validation uses the trained weights. Source:
-    Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima and Better Generalization".
+    From `start_epoch` on, the weights at the end of each epoch are averaged. With `every_n_steps`, the weights after every
+    `every_n_steps` updates are averaged instead. Set a constant or high learning rate for this part of training with a schedule.
+    Before this part, validation uses the trained weights. Source: Izmailov et al. 2018, "Averaging Weights Leads to Wider Optima
+    and Better Generalization".
 
     The statistics of BatchNorm are those of the trained weights, so a notice is shown for a model that has them.
 
     Args:
-        start_epoch: the first epoch whose weights count, from 0. The default is three quarters of the epochs, rounded down: of
-            `epochs`, or of those that `max_steps` lets end. With `every_n_steps` it is three quarters of `max_steps`, if that ends
-            training.
-        every_n_steps: the number of updates between two of the average. None means once at the end of each epoch.
+        start_epoch: the first epoch whose weights are averaged, from 0. The default is three quarters of `epochs`, rounded down. If
+            `max_steps` ends training earlier, the default is three quarters of the epochs that are completed, rounded down. With
+            `every_n_steps`, averaging then begins after three quarters of `max_steps` updates.
+        every_n_steps: the number of training updates between two updates of the average. None means once at the end of each epoch.
 
     Raises:
         ConfigError: an argument is out of range. During `fit`: `epochs` ends training before `start_epoch`.

@@ -26,9 +26,9 @@ NEEDS = (GRADIENTS, AVERAGED_WEIGHTS, SAMPLES, COUNTS)
 class AveragedWeights(Protocol):
     """A second set of the model's weights, which the backend keeps beside the trained ones.
 
-    It is sharded like the model and is stored in checkpoints. What reads weights from a checkpoint (`export`, the model of the
-    process that started workers) reads the averaged ones. Buffers, such as the statistics of BatchNorm, are not averaged. Every rank
-    calls every method. No method is a collective.
+    It is sharded like the model and is stored in checkpoints. Code that reads weights from a checkpoint, such as
+    `export`, gets the averaged weights. So does the model of the process that started workers. Buffers, such as the statistics of
+    BatchNorm, are not averaged. Every rank calls every method. No method is a collective.
     """
 
     def start(self) -> None:
@@ -38,33 +38,33 @@ class AveragedWeights(Protocol):
         """Replace each averaged weight by `(1 - weight) * averaged + weight * trained`."""
 
     def show(self) -> None:
-        """Let the model have the averaged weights. The trained weights are set aside."""
+        """Put the averaged weights into the model. The trained weights are kept aside."""
 
     def hide(self) -> None:
-        """Let the model have the trained weights again."""
+        """Put the trained weights back into the model."""
 
 
 class Observed(Protocol):
-    """What the engine shows of the model and of its updates. Every rank calls every method."""
+    """Interface through which a callback observes the model and its updates. Every rank calls every method."""
 
     @property
     def cuts_weights(self) -> bool:
         """True if a rank holds pieces of the parameters, so that it cannot run the model by itself."""
 
     def sampling(self, seed: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
-        """Return a block in which the model may be called, in evaluation mode, without gradients and with numbers drawn from `seed`.
+        """Return a context manager in which the model may be called: in evaluation mode, without gradients, seeded by `seed`.
 
-        The block yields a function that moves tensors to the model's device and element type. Averaged weights are used if there
-        are some. Training goes on as if the block had not run. Entering the block is a collective. With sharded weights each
-        forward in it is one too.
+        Entering it returns a function that moves tensors to the model's device and element type. Averaged weights are used if
+        there are any. Training continues as if the block had not run. Entering the block is a collective. With sharded weights,
+        each forward pass in the block is a collective too.
         """
 
     def count_updates(self, *, counts_flops: bool) -> None:
-        """From the next update on, keep `counted`. `counts_flops` says whether to count the FLOPs of the first of them."""
+        """Fill `counted` from the next update on. With `counts_flops`, count the FLOPs of the first of these updates."""
 
     @property
     def counted(self) -> Counted:
-        """What was counted of the newest update."""
+        """The counts of the newest update."""
 
     @property
     def computes_in(self) -> str:
@@ -77,7 +77,7 @@ class Observed(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Counted:
-    """What was counted of an update.
+    """Counts of one update.
 
     Attributes:
         num_samples: the samples of this rank.
@@ -99,7 +99,7 @@ class FitContext:
     Attributes:
         model: the user's module, without the wrapper of the backend. With `fsdp` and ZeRO-3 each rank holds a part of
             each parameter.
-        optimizer: the optimizer that updates it. With several models, `model[NAME]` and `optimizer[NAME]` are those of one.
+        optimizer: the optimizer that updates it. With several models, `model[NAME]` and `optimizer[NAME]` belong to one of them.
         config: the settings of this fit.
         run_dir: the absolute path of the run directory.
         stop: `stop(reason)` ends training on all ranks after the same step. One call on any rank is enough. The run
@@ -110,21 +110,20 @@ class FitContext:
         save: `save()` asks for a checkpoint. One call on any rank is enough. The checkpoint is saved before the next update
             with one process, and within some tenths of a second with several.
         evaluate: `evaluate(data)` returns the loss and the metrics over `data` as `Trainer.evaluate` does. A collective:
-            every rank must call it in the same hook. It changes no number of training.
+            every rank must call it in the same hook. It does not change the results of training.
         notice: `notice(text)` shows a line on the display of the main process. Calls on other ranks do nothing.
         num_samples: the number of samples in an epoch, over all ranks. None for a stream of unknown length.
-        named_parameters: `named_parameters()` returns pairs (name, parameter) of the model, by the names of its source code. A torch
-            backend only; other backends have none.
+        named_parameters: `named_parameters()` returns pairs (name, parameter) of the model, by the names of its source code. Other
+            backends than those of torch return none.
         averaged_weights: a second set of weights. Only callbacks with `AVERAGED_WEIGHTS` in `needs` may use it.
         log: `log(name, value, reduce="mean", on_every_rank=False)`, the same as `Trainer.log`.
         log_rate: `log_rate(name, amount)` logs the sum of the amounts of all ranks, per second of training, with the next log line.
             Call it in `on_step_end`.
         worker: the rank, the world size and the device of this process.
-        observer: what the engine shows of the model and of its updates. Only callbacks with `SAMPLES` or `COUNTS` in `needs` may
-            use it.
+        observer: observes the model and its updates. Only callbacks with `SAMPLES` or `COUNTS` in `needs` may use it.
         processing_class: the tokenizer or the processor that `Trainer` was given, or None.
         updates_per_epoch: the number of updates in an epoch. None for a stream of unknown length.
-        means_of_epoch: `means_of_epoch()` returns the loss and the metrics over the training of the epoch so far. A collective:
+        means_of_epoch: `means_of_epoch()` returns the loss and the metrics of training over the current epoch so far. A collective:
             every rank must call it in the same hook. It waits for the device.
     """
 

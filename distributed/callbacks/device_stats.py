@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 class DeviceStats(Callback):
     """Log `gpu/utilization_N` in percent and `gpu/memory_gib_N` of the GPU of local rank N on the first node.
 
-    They join the log lines of training, and thereby reach every logger. They are the figures that TensorBoard gets without this
-    callback, and are read at most once a second. A notice says so if nothing can be read.
+    The values are part of the log lines of training, so every logger gets them. TensorBoard gets the same values without this
+    callback. They are read at most once a second. If nothing can be read, a notice says why.
     """
 
     def __init__(self) -> None:

@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 class EarlyStopping(Callback):
     """Stop training after `patience` validations in a row without a better `monitor`.
 
-    A monitor without the prefix `val_` is a metric of training, for which epochs are counted. Validations and epochs that
-    do not report the monitor are not counted. The validation at the end of training is not counted either, unless it was due.
+    A monitor without the prefix `val_` is a metric of training. Epochs are then counted instead of validations. Validations and
+    epochs that do not report the monitor are not counted. The validation at the end of training is not counted either, unless it
+    was due.
 
     Args:
         monitor: the name of the metric.
         patience: the number of validations, or of epochs.
         mode: "min" if smaller values are better, else "max".
 
-    Raises ConfigError during `fit` if the monitor was not reported.
+    Raises:
+        ConfigError: during `fit`: the monitor was not reported.
     """
 
     def __init__(self, monitor: str = "val_loss", patience: int = 3, mode: str = "min") -> None:

@@ -42,8 +42,9 @@ class Image(Media):
 
     Args:
         pixels: an array or a tensor of shape [height, width], [height, width, channels] or [channels, height, width] with 1, 3
-            or 4 channels, or a PIL image. Whole numbers are uint8. Floats are cut to [0, 1].
-        channels: "first" or "last"; None finds out, which fails only if both dimensions could be the channels.
+            or 4 channels, or a PIL image. Whole numbers must be uint8. Floats are clipped to [0, 1].
+        channels: "first" or "last". None detects it from the shape, which fails only if the first and the last dimension could both
+            be the channels.
     """
 
     pixels: Any
@@ -117,7 +118,7 @@ class Audio(Media):
     """Sound, stored as WAV with 16 bits per sample.
 
     Args:
-        samples: an array or a tensor of shape [time] or [time, channels]: floats, which are cut to [-1, 1], or int16.
+        samples: an array or a tensor of shape [time] or [time, channels]: floats, which are clipped to [-1, 1], or int16.
         sample_rate: samples per second.
     """
 
@@ -197,7 +198,7 @@ def png(pixels: Any) -> bytes:
 
 
 def _place_of_channels(shape: tuple[int, ...], wanted: str | None) -> str:
-    """Return "first" or "last". Raises ConfigError if the shape is none of an image, could be two, or is not the `wanted` one."""
+    """Return "first" or "last". Raises ConfigError if the shape fits no image, allows both places, or contradicts `wanted`."""
     first, last = len(shape) == 3 and shape[0] in (1, 3, 4), len(shape) == 3 and shape[-1] in (1, 3, 4)
     if (wanted == "first" and first) or (wanted == "last" and last):
         return wanted

@@ -1,4 +1,4 @@
-"""Log tokens per second, FLOPs per second, and the share of the GPUs' peak that they are (MFU)."""
+"""Log tokens per second, FLOPs per second, and model FLOPs utilization (MFU), the share of the GPUs' peak."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ _TABLE_IS_FOR = ("bfloat16", "float16")
 class ThroughputAndMFU(Callback):
     """Log the throughput of training with each log line, beside `samples_per_second`, which is always logged.
 
-    `tokens_per_second` counts the elements of `input_ids` in a batch of named tensors, or of a first tensor of whole numbers [batch,
-    time], with padding. `flops_per_second` counts the FLOPs of the model's matrix products, convolutions and attention in forward and
-    backward passes; what is recomputed in a backward pass is left out. They are counted once, in the first update, and taken as
-    proportional to tokens, or to samples if there are no tokens. `mfu` is their share of the peak of all GPUs, from 0 to 1 (Chowdhery
-    et al. 2022, "PaLM", appendix B). A step does not wait for the device.
+    `tokens_per_second` counts the elements of `input_ids` in a batch of named tensors. In other batches it counts the elements of
+    the first tensor, if that has whole numbers and the shape [batch, time]. Padding is counted too.
+
+    `flops_per_second` counts the FLOPs of the model's matrix products, convolutions and attention in forward and backward passes.
+    Recomputed activations are not counted. The FLOPs are counted once, in the first update. They are then assumed to be
+    proportional to the tokens, or to the samples if there are no tokens. `mfu` is their share of the peak of all GPUs, from 0 to 1
+    (Chowdhery et al. 2022, "PaLM", appendix B). A step does not wait for the device.
 
     Args:
         flops_per_sample: the FLOPs of one sample, forward and backward. None means that they are counted.
         peak_flops: the peak of one GPU or of one process's CPU, in FLOPs per second. None means the value of `PEAKS` for training in 16 bits.
-            Without a peak there is no `mfu`, which one notice says.
+            Without a peak, `mfu` is not logged, and a notice says so.
 
     Raises:
         ConfigError: an argument is not positive. During `fit`: FLOPs cannot be counted, because `compile` hides them.

@@ -81,9 +81,9 @@ class Agreement:
     def on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank and return this rank's own result.
 
-        Every rank must call it. If the action fails on any rank, every rank raises: a failing rank its own error, the
-        others the error of the first failing rank. A DistributedError of one rank takes precedence over an OSError of
-        another.
+        Every rank must call it. If the action fails on any rank, every rank raises. A failing rank raises its own error, and
+        the other ranks raise the error of the first failing rank. A DistributedError of one rank takes precedence over an
+        OSError of another.
         """
         error: OSError | DistributedError | None = None
         with self._turn(everybody=True):
@@ -99,10 +99,10 @@ class Agreement:
 
     @contextlib.contextmanager
     def first(self, is_first: bool, what: str) -> Iterator[None]:
-        """Run the block on the ranks with `is_first`, and on the others when these have finished. Every rank must enter it.
+        """Run the block on the ranks with `is_first`, and then on the other ranks. Every rank must enter it.
 
-        If the block raises any Exception on a rank that is first, that rank raises it, and the ranks that have waited raise
-        TrainingError, which names the rank and `what`. Their block does not run.
+        If the block raises an Exception on one of the first ranks, that rank raises it. The waiting ranks then do not run the
+        block. They raise TrainingError, which names the failed rank and `what`.
         """
         error: Exception | None = None
         with self._turn(everybody=True):
@@ -121,7 +121,7 @@ class Agreement:
             yield
 
     def _answer(self, error: Exception | None, rank: int, what: str) -> tuple[dict[str, Any], int] | None:
-        """Return the failure of `rank` and its rank, or None if it has not failed. A collective."""
+        """Return (description of the failure, `rank`), or None if `rank` has not failed. A collective."""
         text = None if error is None else f"{what} failed with {type(error).__name__}: {error}"
         text = self.world.broadcast(text, src=rank)
         return None if text is None else ({"kind": "training", "message": text}, rank)
@@ -136,7 +136,7 @@ class Agreement:
         return self._turns.turn(everybody=everybody)
 
     def _raise_together(self, error: OSError | DistributedError | None, is_cause: bool) -> None:
-        """Raise on every rank the error of the lowest failing rank. Needs a further collective, on failure only."""
+        """Raise an error on every rank: its own one if `is_cause`, else that of the lowest rank with `is_cause`. A collective."""
         ranks = range(self.context.world_size)
         votes = self.world.reduce({str(rank): float(is_cause and rank == self.context.rank) for rank in ranks})
         first = next(rank for rank in ranks if votes[str(rank)])

@@ -17,13 +17,13 @@ ARRAY, TENSOR = "__array__", "__tensor__"  # kinds of a value in the JSON
 
 
 class Arrays:
-    """Collect the arrays and tensors of a state. Their places in the JSON have their names in the file."""
+    """Collect the arrays and tensors of a state. The JSON has their names in the file in place of them."""
 
     def __init__(self) -> None:
         self.found: list[RawTensor] = []
 
     def encode(self, value: Any) -> dict[str, Any] | None:
-        """Return what stands for an array or a tensor in the JSON. Return None for anything else, also of an unknown element type."""
+        """Return the JSON entry of an array or a tensor. Return None for other values, and for an unknown element type."""
         raw = _raw(str(len(self.found)), value)
         if raw is None:
             return None
@@ -45,8 +45,8 @@ def digest(value: Any) -> dict[str, Any] | None:
 def reader(path: Path) -> Callable[[str, Any], Any]:
     """Return a function (kind, name) that returns an array or a tensor of the file `path` that `Arrays` wrote.
 
-    Each may be read once, so that a small file cannot ask for many copies of a large array. The function raises CheckpointError if
-    the file is damaged, or if torch is not installed and the value is a torch tensor.
+    Each name may be read once, so that a small JSON file cannot ask for many copies of a large array. The function raises
+    CheckpointError if the file is damaged, or if torch is not installed and the value is a torch tensor.
     """
     tensors: dict[str, RawTensor] | None = None
 

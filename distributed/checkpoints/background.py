@@ -16,7 +16,7 @@ Records = Mapping[str, tuple[int, str]]  # bytes and digest of files, by their n
 
 
 class BackgroundSave:
-    """One save in a thread. Every rank creates one for the same save.
+    """Run one save in a thread. Every rank creates one of these objects for each save.
 
     The ranks tell the main process through `store` how their writes ended. The thread of the main process commits if all of
     them have written, and tells the other ranks.
@@ -24,10 +24,10 @@ class BackgroundSave:
     Args:
         store: the store that all ranks share (see `World.key_value_store`), or None in a world of one.
         context: this process's place.
-        key: names this save, and no other one, in the store.
+        key: prefix of the keys in the store that only this save uses.
         write: writes the files of this rank and returns their records. Called in the thread.
         commit: commits the checkpoint, from the records of all ranks. Called in the thread of the main process.
-        when_over: called likewise when the save has been committed or has failed.
+        when_over: called in the thread of the main process when the save has been committed or has failed.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class BackgroundSave:
         return answer if "kind" in answer else {}
 
     def _answer_of(self, action: Callable[[], Any]) -> dict[str, Any]:
-        """Return {"value": result of `action`}, or its error. Nobody would see an error that ends the thread."""
+        """Return {"value": result of `action`}, or its error. An error that is not caught would be lost with the thread."""
         try:
             return {"value": action()}
         except (OSError, DistributedError) as error:

@@ -1,7 +1,7 @@
 """Carry the files of a checkpoint between nodes that do not share its directory, through the processes of the run.
 
-The directory of the main process is the one that counts. A save gathers there what the other ranks wrote on their own nodes,
-such as the states of their random generators. A load sends the files of the main process to the nodes that do not have them.
+The directory of the main process holds the complete checkpoint. A save copies the files that other ranks wrote on their own
+nodes, such as the states of their random generators, into it. A load sends its files to the nodes that do not have them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.manifest import MANIFEST
 
-RECEIVED = "received"  # directory beside the checkpoints for the one that the main process has delivered last
+RECEIVED = "received"  # directory beside the checkpoints for the last checkpoint that was delivered to this node
 _LOADING = ".loading"  # directory beside the checkpoints for one that is being loaded
 _CHUNK_BYTES = 64 << 20
-_APPEARS_S = 0.5  # for a new file to appear on a node that shares the directory, over NFS for example
+_APPEARS_S = 0.5  # time that a new file may take to appear on a node that shares the directory, such as over NFS
 _MARKER = ".main-"  # prefix of the file by which the ranks find out whether they share the directory
 
 
@@ -30,7 +30,7 @@ class Copies:
 
     Args:
         directory: the directory of the checkpoints, on each node.
-        agreement: of all ranks.
+        agreement: the agreement of all ranks.
     """
 
     def __init__(self, directory: Path, agreement: Agreement) -> None:
@@ -51,12 +51,12 @@ class Copies:
         return self.away()
 
     def clear(self, stage: Path) -> None:
-        """Remove what a rank of this node wrote into `stage`, if the node is away. No collective once `away` has been called."""
+        """Remove the files of this node in `stage`, if the node is away. Not a collective. Call `away` first."""
         if self._is_first_of(self._away or []):
             shutil.rmtree(stage, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the file by which the ranks find the directory of the main process. No collective; nothing is saved after it."""
+        """Remove the marker file of the main process. Not a collective. Do not save after this call."""
         if self._marker and self._context.is_main_process:
             with contextlib.suppress(OSError):
                 (self._directory / self._marker).unlink()
@@ -93,7 +93,7 @@ class Copies:
         return self._context.local_world_size < self._context.world_size
 
     def _is_first_of(self, away: list[int]) -> bool:
-        """Return whether this rank reads and writes the files of its node, which is away."""
+        """Return whether the node of this rank is away and this rank reads and writes the node's files."""
         return self._context.rank in away and self._context.local_rank == 0
 
     def _first_ranks_of(self, away: list[int]) -> list[int]:
@@ -141,7 +141,7 @@ class Copies:
 
 
 def _create_marker(directory: Path) -> str:
-    """Create the file of this attempt in place of that of an earlier one, and return its name."""
+    """Remove the marker files of earlier attempts, create a new one, and return its name."""
     directory.mkdir(parents=True, exist_ok=True)
     for old in directory.glob(f"{_MARKER}*"):
         old.unlink(missing_ok=True)

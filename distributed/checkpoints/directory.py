@@ -89,7 +89,7 @@ class CheckpointDirectory:
             _discard(old)
 
     def prune(self, keep_latest_k: int, keep_best: bool, busy: str = "") -> None:
-        """Delete all checkpoints except the newest `keep_latest_k`, with `keep_best` the best one, and that named `busy`.
+        """Delete all checkpoints except the newest `keep_latest_k`, the best one if `keep_best` is set, and the one named `busy`.
 
         Check only the manifests and file sizes, because the newest checkpoint was digested a moment ago. Damaged
         checkpoints do not count and are left for a resume to set aside.
@@ -104,7 +104,7 @@ class CheckpointDirectory:
             self._warn(f"old checkpoints in {self.path} could not be removed: {error.strerror}")
 
     def newest(self) -> str | None:
-        """Return the name of the newest checkpoint whose names and sizes are right, or None if the directory has never had one.
+        """Return the name of the newest checkpoint whose files have the right names and sizes, or None if there never was one.
 
         Damaged checkpoints that are newer are set aside, each with one warning. Raises CheckpointError if only damaged
         ones are left.
@@ -179,15 +179,16 @@ class CheckpointDirectory:
 
 
 def kept(infos: list[CheckpointInfo], keep_latest_k: int, keep_best: bool) -> list[CheckpointInfo]:
-    """Return those of the sound checkpoints `infos`, oldest first, that retention keeps."""
+    """Return the checkpoints of `infos` that retention keeps. `infos` are sound checkpoints, oldest first."""
     best = best_of(infos) if keep_best else None
     return [*infos[-keep_latest_k:], *([best] if best is not None else [])]
 
 
 def open_verified(path: Path, check: Callable[[Path], object] = verify) -> Path:
-    """Return the absolute path of the checkpoint that `path` means (see `resolve`) after `check`, which verifies every byte.
+    """Check the checkpoint that `path` means (see `resolve`) and return its absolute path.
 
-    Raises CheckpointError if it is missing or damaged. The message names a sound checkpoint beside it if there is one.
+    By default `check` verifies every byte. Raises CheckpointError if the checkpoint is missing or damaged. The message names a
+    sound checkpoint beside it if there is one.
     """
     checkpoint = resolve(path).absolute()
     try:
@@ -200,7 +201,7 @@ def open_verified(path: Path, check: Callable[[Path], object] = verify) -> Path:
 
 
 def beside(checkpoint: Path) -> str:
-    """Return words about the sound checkpoints in the directory of a damaged one."""
+    """Return text that names the newest sound checkpoint beside a damaged one, or says that there is none."""
     others = [info for info in list_checkpoints(checkpoint.parent) if info.path != checkpoint and not info.problem]
     if not others:
         return "there is no other checkpoint in its directory"

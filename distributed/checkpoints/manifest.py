@@ -119,7 +119,7 @@ def file_digest(path: Path) -> str:
 
 
 def stream_digest(stream: Any) -> str:
-    """Return the digest as `file_digest` does, of an open binary file."""
+    """Return the digest of an open binary file, as `file_digest` does."""
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
     while count := stream.readinto(block):
         digest.update(block[:count])
@@ -315,7 +315,8 @@ def resolve(path: Path) -> Path:
 def check_source(source: str) -> None:
     """Raise CheckpointError unless `source`, the value of `resume_from_checkpoint`, is sound by names and sizes.
 
-    Of an address only the form and the library for it are checked. Raises ConfigError and ResourceError for these.
+    If `source` is an address, only its form and the library for it are checked. ConfigError is raised for a wrong form, and
+    ResourceError for a missing library.
     """
     if is_address(source):
         check_library("resume_from_checkpoint", source)

@@ -28,10 +28,10 @@ from distributed.checkpoints.objects import Objects, StorageError, unusable
 from distributed.config.reading import MAX_MANIFEST_BYTES
 from distributed.errors import CheckpointError
 
-# The first checkpoint of a step has its own name in the storage, a later one of the same step also the number of its save.
+# Name of a checkpoint in the storage. A later checkpoint of the same step has the number of its save appended.
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
 UPLOAD_FAILED = "checkpoints could not be uploaded to"  # begins the message of uploads that failed
-_AGAIN_S = 60.0  # until the next attempt at an upload that failed, if nothing is saved before
+_AGAIN_S = 60.0  # seconds until a failed upload is tried again; a new save starts the attempt earlier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Mirror:
     """Copy the checkpoints of a directory to object storage. Used by the main process only.
 
     A thread uploads the newest checkpoint that the storage lacks. Training never waits for it. A checkpoint that retention
-    removes before its turn is not uploaded. One that is being uploaded is not removed until that is done.
+    removes before its turn is not uploaded. A checkpoint is not removed while it is being uploaded.
 
     Args:
         objects: the storage.
@@ -58,7 +58,8 @@ class Mirror:
         warn: called with one line of text for each problem. It is also called from the thread.
         on_upload: called from the thread after each upload.
         copy_run: copies the other files of the run. Called from the thread before each checkpoint becomes visible in the storage,
-            so that they are never older than it, and when no checkpoint is left to upload. It may raise OSError.
+            so that these files are never older than the checkpoint. Also called when no checkpoint is left to upload. It may
+            raise OSError.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Mirror:
         self._warn, self._on_upload, self._copy_run = warn, on_upload, copy_run
         self._changed = threading.Condition()  # guards the fields below and the removal of local checkpoints
         self._stored: dict[str, CheckpointInfo] | None = None  # checkpoints of the storage, by their names there
-        self._has_uploaded = False  # only then are checkpoints removed from the storage
+        self._has_uploaded = False  # nothing is removed from the storage before the first upload
         self._busy = ""  # local name of the checkpoint that is being uploaded
         self._wanted = self._tried = self._done = 0  # numbers of requests: made, attempted, fulfilled
         self._problem = ""  # why the last attempt failed
@@ -101,9 +102,9 @@ class Mirror:
     def fetch_newer(self, than: str | None) -> str | None:
         """Download the newest checkpoint of the storage that verifies, if it is newer than the local checkpoint `than`.
 
-        Returns its local name, or `than` if the storage has no newer one. A damaged one costs one warning, and the one before
-        it is used. Raises CheckpointError if the storage holds only damaged ones and there is no local one, StorageError if it
-        cannot be read.
+        Returns its local name, or `than` if the storage has no newer one. For each damaged checkpoint, a warning is shown and the
+        next older checkpoint is tried. Raises CheckpointError if the storage holds only damaged checkpoints and there is no local
+        one. Raises StorageError if the storage cannot be read.
         """
         least = -1 if than is None else read_manifest(self._files.path / than).sequence
         newer = [info for info in self.stored() if info.manifest is None or info.manifest.sequence > least]
@@ -199,7 +200,7 @@ class Mirror:
             while (info := self._choose()) is not None:
                 self._upload(info)
             self._prune()
-            with self.pruning() as busy:  # the one that had to stay during its upload
+            with self.pruning() as busy:  # removes the checkpoints that had to stay during their upload
                 self._files.prune(self._keep_latest_k, self._keep_best, busy)
             self._copy_run()
         except (OSError, CheckpointError) as error:
@@ -252,8 +253,8 @@ class Mirror:
     def _prune(self) -> None:
         """Remove the checkpoints that retention does not keep, and what uploads that were cut off have left.
 
-        Nothing is removed before this object has uploaded a checkpoint of its run. Damaged ones stay as long as sound ones in
-        their place would. One whose manifest cannot be read is never removed, because nothing is known of it.
+        Nothing is removed before this object has uploaded a checkpoint of its run. A damaged checkpoint is kept if retention
+        would keep a sound one in its place. A checkpoint whose manifest cannot be read is never removed.
         """
         assert self._stored is not None
         if not self._has_uploaded:
@@ -269,18 +270,17 @@ class Mirror:
         self._objects.remove(sorted(gone, key=lambda name: (not name.endswith(f"/{MANIFEST}"), name)))
 
     def _kept(self, infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
-        """Return those of the sound ones of `infos` that the storage is to keep. Of several checkpoints of one step, only the
-        newest counts."""
+        """Return the sound checkpoints of `infos` that the storage is to keep. If a step has several, only the newest counts."""
         sound = [info for info in infos if not info.problem]
         newest = {info.step: info for info in sorted(sound, key=lambda info: info.sort_key)}
         return kept(sorted(newest.values(), key=lambda info: info.sort_key), self._keep_latest_k, self._keep_best)
 
 
 def stored_checkpoints(objects: Objects, folder: str = "") -> list[CheckpointInfo]:
-    """Return the checkpoints of the storage that have a manifest, oldest first. Each has its name below the address as `path`.
+    """Return the checkpoints of the storage that have a manifest, oldest first. `path` is the name below the address.
 
-    A damaged manifest, or a file whose size is not that of the manifest, is the `problem` of its checkpoint. Raises StorageError
-    if the storage cannot be read, NewerFormatError if a later version of this package wrote a checkpoint.
+    `problem` says if the manifest is damaged, or if a file is missing or has another size than in the manifest. Raises
+    StorageError if the storage cannot be read, and NewerFormatError if a later version of this package wrote a checkpoint.
     """
     sizes = objects.sizes(folder)
     found = []
@@ -332,11 +332,12 @@ def fetch_newest(address: str, into: Path) -> Path:
     """Download the checkpoint that `address` means into a new directory below `into`, verify it, and return its path.
 
     Args:
-        address: the address of a checkpoint, of several, or of a run. Of several the newest is meant.
+        address: the address of a checkpoint, of a directory of checkpoints, or of a run. For the last two, the newest checkpoint
+            is downloaded.
         into: a directory, which is created.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or the storage refuses to be read. Another one is never used in its place.
+        CheckpointError: there is no checkpoint, it is damaged, or the storage refuses access. No other checkpoint is used instead.
         ResourceError: the storage does not answer.
     """
     objects = Objects(address)
@@ -365,7 +366,7 @@ def fetch_newest(address: str, into: Path) -> Path:
 
 
 def _bytes_of(info: CheckpointInfo) -> bytes:
-    """Return the manifest that is at the path of `info` now, or nothing if there is none."""
+    """Return the present bytes of the manifest of `info`, or b"" if the file does not exist."""
     try:
         return (info.path / MANIFEST).read_bytes()
     except FileNotFoundError:

@@ -24,7 +24,7 @@ TRIES = 5  # attempts at one request
 _FIRST_PAUSE_S = 0.5  # before the second attempt; each further pause is twice as long
 _MAX_WORDS = 300  # characters of a server's message that are shown
 _PART_BYTES = 16 << 20  # a file of at least twice this size is uploaded to S3 in parts
-_MAX_PARTS = 10_000  # that S3 accepts
+_MAX_PARTS = 10_000  # largest number of parts that S3 accepts
 # A further attempt cannot help: wrong credentials, no such bucket, no permission, no space.
 _FINAL = re.compile(
     r"credential(?!s? from)|access ?denied|forbidden|not authorized|permission|no ?such ?bucket|bucket does not exist|not exist|quota|storage.?full"
@@ -50,7 +50,7 @@ class StorageError(OSError):
     Attributes:
         words: the server's words.
         is_missing: whether the file does not exist.
-        is_final: whether a further attempt cannot help, such as without permission.
+        is_final: whether a further attempt cannot help, for example because permission is missing.
     """
 
     def __init__(self, words: str, *, is_missing: bool = False, is_final: bool = False) -> None:
@@ -117,8 +117,9 @@ class Objects:
     def put(self, source: Path, name: str) -> None:
         """Upload the file `source` and verify what has arrived. An upload that does not verify is repeated.
 
-        The size must be right. If the storage has computed an MD5 digest of the content, or of its parts, that is compared, as on
-        S3 and Google Cloud Storage. If it has none, or another one because it encrypts the files, the file is read back.
+        The size must be right. The MD5 digest of the content or of its parts is compared if the storage has computed one, as S3
+        and Google Cloud Storage do. If there is no such digest, or it differs because the storage encrypts files, the file is
+        read back.
         """
         self._try(lambda system: self._put(system, source, name))
 
@@ -134,7 +135,7 @@ class Objects:
                 self._remove_empty(Path(self._path(name)).parent)
 
     def _remove_empty(self, directory: Path) -> None:
-        """Remove a directory of a mounted file system and those above it, as far as they are empty. The address stays."""
+        """Remove a directory of a mounted file system and those above it if they are empty, except that of the address."""
         with contextlib.suppress(OSError):
             while directory != Path(self._root):
                 directory.rmdir()
@@ -169,7 +170,7 @@ class Objects:
 
     @contextlib.contextmanager
     def _arriving(self, name: str) -> Iterator[str]:
-        """Yield the path to write `name` to. A mounted file system shows a file before it is whole, so it gets its name last."""
+        """Yield the path to write `name` to. On a mounted file system, this is a temporary path that is renamed at the end."""
         path = self._path(name)
         if scheme_of(self.address) != "file":
             yield path
@@ -198,7 +199,7 @@ class Objects:
         return self._system
 
     def _try(self, request: Callable[[Any], T]) -> T:
-        """Return what `request` returns. Repeat it while it fails with an error that may pass."""
+        """Return what `request` returns. Repeat the request while it fails with an error that may be temporary."""
         system = self._connect()
         for attempt in range(1, TRIES + 1):
             try:
@@ -232,7 +233,7 @@ def _words(error: BaseException) -> str:
 
 
 def _is_digest_of(info: Mapping[str, Any], source: Path) -> bool:
-    """Return whether the storage's own digest proves the content of `source`. False says nothing: the digest may be of another kind."""
+    """Return whether the storage's own digest equals that of `source`. If it does not, the digest may be of another kind."""
     if isinstance(given := info.get("md5Hash"), str):  # Google Cloud Storage
         return base64.b64decode(given) == bytes(_md5(source).digest())
     etag = str(info.get("ETag", "")).strip('"')

@@ -2,8 +2,8 @@
 
 A piece is an ordinary tensor of a safetensors file. The file's metadata has, under `DCP_SHARDING_INFO`, the index in
 the whole tensor at which each piece begins. This is the layout of torch.distributed.checkpoint
-(`HuggingFaceStorageWriter(save_distributed=True)`), so each side reads the files of the other. No framework is needed,
-and only the requested bytes are read.
+(`HuggingFaceStorageWriter(save_distributed=True)`), so torch and this module can read each other's files. No framework is
+needed, and only the requested bytes are read.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def read_files(files: Iterable[Path], where: Path) -> tuple[dict[str, StoredTens
 
 
 def weights_in(path: Path) -> Path:
-    """Return the directory below the checkpoint `path` whose `model/` has the weights for use: averaged ones, if there are any."""
+    """Return the directory whose `model/` has the weights to use: that of the averaged weights if `path` has one, else `path`."""
     averaged = path / AVERAGED
     return averaged if averaged.is_dir() else path
 
@@ -98,9 +98,7 @@ def weights_in(path: Path) -> Path:
 def read_weights(path: Path) -> list[RawTensor]:
     """Return the model's tensors of the checkpoint `path`, whole, with all aliases. The bytes are not converted.
 
-    They are the averaged ones, if the checkpoint has any.
-
-    Raises CheckpointError if it holds none.
+    If the checkpoint has averaged weights, these are returned. Raises CheckpointError if the checkpoint holds no tensors.
     """
     stored, aliases = read_tensors(weights_in(path) / "model")
     for alias, owner in aliases.items():

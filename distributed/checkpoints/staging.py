@@ -1,4 +1,4 @@
-"""Keep memory for a copy of what a save writes, so that it can be written to the disk later. Loads no framework."""
+"""Copy the files of a save into memory, so that they can be written to the disk later. Loads no framework."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def host_memory(num_bytes: int) -> memoryview:
 
 
 class Copying:
-    """Allocate memory for the copy that `checkpoint_async` makes of an engine's state. Engines override what is special about them."""
+    """Allocate memory for the copy that `checkpoint_async` makes of an engine's state. Engines may override the methods."""
 
     def allocate(self, num_bytes: int) -> memoryview:
         """Return new memory of `num_bytes` bytes for a copy of the state."""
         return host_memory(num_bytes)
 
     def num_bytes(self) -> tuple[int, int]:
-        """Return the bytes of the state that this rank copies: known now, and estimated.
+        """Return (bytes of the present state that this rank copies, estimated bytes when the optimizer has its state).
 
         An optimizer without a state is estimated to keep two tensors for each parameter that is trained, as Adam does.
         """
@@ -36,7 +36,7 @@ class Staging:
     """A copy of the files of one save. Its memory is kept for the next save.
 
     Args:
-        allocate: returns new memory of so many bytes.
+        allocate: returns new memory of the given number of bytes.
     """
 
     def __init__(self, allocate: Callable[[int], memoryview] = host_memory) -> None:
@@ -46,7 +46,7 @@ class Staging:
 
     @contextlib.contextmanager
     def copying(self, stage: Path) -> Iterator[None]:
-        """Return a block in which `write_file` copies what it would write below `stage`. What was copied before is dropped."""
+        """Make `write_file` copy files below `stage` into memory within the block. Earlier copies are dropped."""
         self._files = []
         with kept_in_memory(lambda path, num_bytes: self._memory_for(stage, path, num_bytes)):
             yield

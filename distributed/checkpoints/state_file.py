@@ -39,7 +39,7 @@ _KINDS = {  # of the fields of TrainState
 
 
 def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
-    """Return (training state, what `Backend.save` returned) of a checkpoint.
+    """Return (training state, dict that `Backend.save` returned) of a checkpoint.
 
     Raises CheckpointError if state.json is not a training state, or if a later version of this package wrote it.
     """
@@ -81,7 +81,7 @@ def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
         content = {"train": encode(state.to_json(), "train", arrays.encode), "backend": json.loads(json.dumps(extra))}
         raw = json.dumps(content, indent=1).encode()
         if len(raw) <= MAX_JSON_BYTES:
-            parse_json(raw)  # what could not be read again must not be written
+            parse_json(raw)  # raises an error if the file could not be read again
     except (TypeError, ValueError, RecursionError) as error:
         raise _unstorable(error) from None
     if len(raw) > MAX_JSON_BYTES:

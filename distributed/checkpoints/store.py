@@ -90,7 +90,8 @@ class CheckpointStore:
         on_event: called on the main process with events such as `{"kind": "warning", "message": ...}`.
         objects: object storage to which the checkpoints are copied, or None.
         on_upload: called on the main process, from a thread, when a checkpoint has arrived there.
-        copy_run: called likewise before a checkpoint becomes visible there, and when none is left to upload. It may raise OSError.
+        copy_run: called in that thread before a checkpoint becomes visible there, and when no checkpoint is left to upload. It may
+            raise OSError.
         max_failed_saves: the number of failed saves in a row after which `save` raises.
         is_restart: whether an earlier attempt of the same launch has used these checkpoints. `find` then uses the newest one of
             this machine if the storage cannot be read.
@@ -189,7 +190,7 @@ class CheckpointStore:
     def finish(self) -> Path | None:
         """Wait for the save that was begun in the background. Every rank must call it, after `save_in_background`.
 
-        Returns and raises what `save` does.
+        Returns and raises the same as `save`.
         """
         target, background = self._pending, self._background
         assert target is not None
@@ -213,7 +214,7 @@ class CheckpointStore:
         self._pending = self._background = None
 
     def close(self) -> None:
-        """Remove what only a running fit needs beside the checkpoints. No collective; nothing is saved after it."""
+        """Remove the files beside the checkpoints that only a running fit needs. Not a collective. Do not save after this call."""
         self._copies.close()
 
     def _begin_in_background(
@@ -295,7 +296,7 @@ class CheckpointStore:
             raise unusable(f"{self._mirror.address} cannot be read: {error}", error, CheckpointError) from None
 
     def settle(self) -> None:
-        """Wait until object storage has all checkpoints that are kept, if there is one. Every rank must call it.
+        """Wait until object storage, if any is used, has all checkpoints that are kept. Every rank must call it.
 
         Raises TrainingError, on every rank, if this fails.
         """
@@ -311,12 +312,11 @@ class CheckpointStore:
         return f"{UPLOAD_FAILED} {self._mirror.address}: {problem}; they are in {self.directory}: run again with --resume to upload them"
 
     def open(self, path: Path | str) -> Path:
-        """Return the verified checkpoint that `path` means (of a run directory the newest), on every rank.
+        """Verify the checkpoint that `path` means and return its path on every rank. Every rank must call it.
 
-        `path` may be an address. The main process then downloads the checkpoint. `load` removes it after loading.
-
-        Every rank must call it. Raises CheckpointError if it is missing or damaged. Another checkpoint is never used in
-        its place.
+        If `path` is a run directory, its newest checkpoint is meant. If `path` is an address, the main process downloads the
+        checkpoint, and `load` removes the copy after loading. Raises CheckpointError if the checkpoint is missing or damaged. No
+        other checkpoint is used instead.
         """
         opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
         try:
@@ -516,7 +516,7 @@ def _below(stage: Path, written: Written) -> dict[str, tuple[int, str]]:
 
 
 def _seal_file(path: Path, written: tuple[int, str] | None) -> FileRecord:
-    """Return the record of a file. One that `write_file` has written is on the disk, and its digest is known."""
+    """Return the record of a file. If `write_file` wrote the file, it is synced already and its digest is known."""
     size = path.stat().st_size
     if written is None:
         sync(path)

@@ -133,7 +133,7 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
         # buffers. ACCESS_COPY makes the pages private and writable.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + length :]
     metadata = content.pop("__metadata__", None) or {}
-    # Each entry is freed as soon as it is converted: of 100,000 tensors, the entries take 60 MB.
+    # Each entry is freed as soon as it is converted, because the entries of 100,000 tensors take 60 MB.
     return [_raw_tensor(name, content.pop(name), data, path) for name in list(content)], metadata
 
 

@@ -29,7 +29,7 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, *, everybody: bool) -> Iterator[None]:
-        """Enter the work of every rank (`everybody`), or of the main process alone. Every rank must enter it.
+        """Enter a block in which every rank works (`everybody`), or only the main process. Every rank must enter it.
 
         Raises TrainingError on the waiting ranks if the rank that they wait for sends no heartbeat.
         """

@@ -15,7 +15,7 @@ from distributed.config.addresses import address_in
 from distributed.errors import CheckpointError, ConfigError
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
-_SHOWN = 3  # names of a kind that a message lists
+_SHOWN = 3  # number of names that a message lists of each kind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +80,9 @@ def check_loaded(loaded: LoadedWeights, *, strict: bool) -> None:
 
 
 def check_weights(setting: str, source: str) -> None:
-    """Raise an error unless `source`, the value of `setting`, holds weights, by names and sizes.
+    """Check that `source`, the value of `setting`, holds weights. Only names, sizes and headers of files are checked.
 
-    Raises ConfigError for an address, and CheckpointError if there are none.
+    Raises ConfigError if `source` is an address, and CheckpointError if it holds no weights or is damaged.
     """
     try:
         found = find_weights(source)
@@ -97,8 +97,8 @@ def check_weights(setting: str, source: str) -> None:
 def find_weights(source: str | Path) -> Path:
     """Return the checkpoint, the safetensors file or the directory of such files that `source` means, without reading it.
 
-    Of a run, or a directory of checkpoints, this is the best checkpoint by the run's monitor, or the newest one if none has a
-    value of the monitor. Raises CheckpointError if there is none, ConfigError for an address.
+    For a run or a directory of checkpoints, the best checkpoint by the run's monitor is returned, or the newest one if no
+    checkpoint has a value of the monitor. Raises CheckpointError if there are no weights, and ConfigError for an address.
     """
     if address_in(Path(source)) is not None:
         raise ConfigError(f"weights are not loaded from the address {str(source)!r}: copy it to this machine first")
@@ -154,6 +154,6 @@ def read_stored(source: str | Path) -> StoredWeights:
 def _files_of(found: Path) -> list[Path]:
     if found.is_file():
         return [found]
-    # The state of callbacks may be in a safetensors file of the checkpoint too.
+    # A safetensors file at the top of a checkpoint holds the state of callbacks, not weights.
     own = [] if (found / MANIFEST).exists() else sorted(found.glob("*.safetensors"))
     return own or sorted((weights_in(found) / "model").glob("*.safetensors"))

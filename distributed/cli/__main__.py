@@ -15,13 +15,13 @@ from distributed.runs.processes import leave
 GROUPS = {
     "Begin": {
         "init": ("distributed.cli.init", "init", "write a train.py and config.yaml that run as they are"),
-        "doctor": ("distributed.cli.doctor", "doctor", "check what works on this machine, and how to get the rest"),
+        "doctor": ("distributed.cli.doctor", "doctor", "check what works on this machine, and how to install the rest"),
         "backends": ("distributed.cli.backends", "backends", "show which setting works on which backend"),
     },
     "Train": {
         "train": ("distributed.cli.train", "train", "run a script on one or many processes"),
         "tune": ("distributed.cli.tune", "tune", "run a script with many different values and keep the best"),
-        "submit": ("distributed.cli.submit", "submit", "hand a run to SLURM, Kubernetes or Ray, follow or stop it"),
+        "submit": ("distributed.cli.submit", "submit", "submit a run to SLURM, Kubernetes or Ray; follow or stop it"),
         "parity": ("distributed.cli.parity", "parity", "run a script on every backend and compare the numbers"),
     },
     "See what ran": {
@@ -31,7 +31,7 @@ GROUPS = {
         "compare": ("distributed.cli.compare", "compare", "show several runs side by side in the terminal"),
         "report": ("distributed.cli.report", "report", "draw the curves of runs or a search into an HTML file"),
         "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
-        "export": ("distributed.cli.export", "export", "write the model of a run in a format of others"),
+        "export": ("distributed.cli.export", "export", "write the model of a run in a format that other programs read"),
         "mlflow-sync": ("distributed.cli.mlflow_sync", "mlflow_sync", "send to MLflow what a run could not send"),
     },
 }

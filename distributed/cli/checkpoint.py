@@ -35,7 +35,10 @@ def checkpoint_(context: typer.Context) -> None:
 def list_(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, or a directory of checkpoints")],
 ) -> None:
-    """Show the checkpoints of a run, oldest first, and whether each one verifies. At an address only names and sizes are compared."""
+    """Show the checkpoints of a run, oldest first, and whether each one is intact.
+
+    At an address of object storage, only names and sizes are compared.
+    """
     problems: list[str] = []
     address = given_address(run)
     infos = list_checkpoints(resolve(run).parent) if address is None else _stored(address)
@@ -75,7 +78,7 @@ def _row(info: CheckpointInfo, monitor: str, verdict: str) -> tuple[str, ...]:
 @app.command("verify", cls=Command)
 def verify_(
     checkpoint: Annotated[
-        Path, typer.Argument(help="a checkpoint, or a run directory, of which the newest checkpoint is used")
+        Path, typer.Argument(help="a checkpoint, or a run directory, whose newest checkpoint is used")
     ],
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digests. Exits with 1 if it is damaged."""
@@ -114,19 +117,19 @@ def convert_(
     key: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="where the weights are in the saved object, such as app.model (default: found)"
+            metavar="NAME", help="where the weights are in the saved object, such as app.model (default: detected)"
         ),
     ] = None,
     prefix: Annotated[
         str,
-        typer.Option(help="take only tensors whose names begin so, and remove it: model. for Lightning's self.model"),
+        typer.Option(help="use only tensors with this prefix, and remove it: model. for Lightning's self.model"),
     ] = "",
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
 ) -> None:
     """Write the weights of another program's checkpoint to a file that `--init-from` and `load_weights` take.
 
-    Only weights are converted. Directories of torch.distributed.checkpoint and DeepSpeed, and pickles of more than tensors, need
-    --trust, because reading them can run code.
+    Only weights are converted. Directories of torch.distributed.checkpoint and DeepSpeed, and pickles that hold more than tensors,
+    need --trust, because reading them can run code.
     """
     done = convert(source, out, trust=trust, key=key, prefix=prefix, force=force)
     skipped = f", without {', '.join(map(shown, done.skipped[:3]))} (no tensors)" if done.skipped else ""

@@ -53,7 +53,7 @@ if rank == 0:
 def doctor(
     num_nodes: Annotated[
         int | None,
-        Option(metavar="N", help="check the nodes of a job against each other: how many", rich_help_panel=_NODES),
+        Option(metavar="N", help="number of nodes to check against each other", rich_help_panel=_NODES),
     ] = None,
     node_rank: Annotated[
         int | None, Option(metavar="N", help="the number of this node, from 0", rich_help_panel=_NODES)
@@ -66,10 +66,10 @@ def doctor(
 ) -> None:
     """Check this machine: versions, devices, backends, network, a two-process all-reduce.
 
-    With --num-nodes, check the nodes of a job instead. Run it on each of them: who can reach whom, versions, interfaces,
-    clocks, and the bandwidth of an all-reduce between each pair.
+    With --num-nodes, check the nodes of a job instead. Run the command on each of them. It checks which nodes can reach each
+    other, versions, interfaces, clocks, and the bandwidth of an all-reduce between each pair.
 
-    Exits with 0 when the default backends work, or the nodes agree, with 3 otherwise.
+    Exits with 0 if the default backends work, or if the nodes agree, and otherwise with 3.
     """
     given = {
         "num_nodes": num_nodes, "node_rank": node_rank, "master_addr": master_addr, "master_port": master_port,

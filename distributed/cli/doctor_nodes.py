@@ -28,7 +28,8 @@ def examine_nodes(settings: Mapping[str, Any]) -> Iterator[Check]:
         settings: `num_nodes`, `node_rank`, `master_addr`, `master_port` and `start_timeout`, those that were given.
 
     Raises:
-        ConfigError, ResourceError: this node cannot begin.
+        ConfigError: a setting is wrong.
+        ResourceError: this node lacks a library or a port.
     """
     with temporary_directory() as directory:
         file = directory / "found.json"

@@ -23,26 +23,24 @@ from distributed.runs.temporary import temporary_directory
 if TYPE_CHECKING:
     from distributed.training.capture import Captured
 
-_SCRIPT = "the training script, which has the model and a batch; its own arguments follow after --"
+_SCRIPT = "the training script, from which the model and a batch are taken; its own arguments follow after --"
 
 
 def export(
-    source: Annotated[
-        Path, typer.Argument(help="a run directory, of which the best checkpoint is used, or a checkpoint")
-    ],
+    source: Annotated[Path, typer.Argument(help="a run directory, whose best checkpoint is used, or a checkpoint")],
     out: Annotated[Path | None, typer.Argument(help="the file or directory to write (default: in RUN/export)")] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", show_default=False)] = None,
     format_: Annotated[str, typer.Option("--format", help=", ".join(FORMATS))] = "safetensors",
     script: Annotated[Path | None, typer.Option(metavar="FILE", help=_SCRIPT)] = None,
     force: Annotated[bool, typer.Option("--force", help="overwrite an existing file")] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="only try the model of the script, before it is trained")
+        bool, typer.Option("--dry-run", help="only try to export the untrained model of the script")
     ] = False,
 ) -> None:
-    """Write the model of a run, and check the file by running both on the same batch.
+    """Write the model of a run, and check the file by running the model and the file on the same batch.
 
-    safetensors holds the weights by name and needs no script. Every other format needs --script: the script runs up to
-    Trainer.fit(), which gives its model and first batch. With --dry-run, SOURCE is the script.
+    safetensors holds the weights by name and needs no script. Every other format needs --script. The script runs up to
+    Trainer.fit(), from which the model and the first batch are taken. With --dry-run, SOURCE is the script.
     """
     if dry_run:
         if out is not None:

@@ -53,7 +53,7 @@ _USES_US = re.compile(r"\b(\w*Trainer|Session)\(")
 
 def init(
     directory: Annotated[
-        Path, typer.Argument(metavar="[DIR]", help="where to write; it is created if need be")
+        Path, typer.Argument(metavar="[DIR]", help="the directory to write into; it is created if it does not exist")
     ] = Path(),
     kind: Annotated[
         str,

@@ -1,6 +1,6 @@
-"""The script that `distributed doctor --num-nodes N` runs, one process on each node: it measures what lies between the nodes.
+"""The script that `distributed doctor --num-nodes N` runs, with one process on each node. It measures the links between nodes.
 
-The argument is the file into which each process writes what all of them have found.
+The argument is the file into which each process writes the findings of all processes.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def parity(
     """Train a script on every backend and number of processes, with the same global batches, and compare each with one
     process.
 
-    Exits with 1 if a run failed or its numbers are too far away.
+    Exits with 1 if a run failed or its numbers differ too much.
     """
     check_script(str(script))
     names = tuple(REGISTRY) if backends == "all" else tuple(_backend(name) for name in _words(backends, "backends"))

@@ -14,7 +14,7 @@ from distributed.loggers.wording import shown
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or the directory of a search")],
-    compare: Annotated[bool, typer.Option("--compare", help="all runs side by side in one file")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="write all runs side by side into one file")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the file to write (default: RUN/report.html, or compare.html)")
     ] = None,

@@ -45,7 +45,7 @@ def runs(
         list[str] | None,
         typer.Option(
             metavar="CONDITION",
-            help="only runs of which this holds: NAME=VALUE or another of != < <= > >=; may be repeated",
+            help="only runs that meet the condition NAME=VALUE, or one with != < <= > >=; may be repeated",
             rich_help_panel="Select",
         ),
     ] = None,
@@ -57,9 +57,7 @@ def runs(
             rich_help_panel="Select",
         ),
     ] = "started",
-    is_reversed: Annotated[
-        bool, typer.Option("--reverse", help="turn the order round", rich_help_panel="Select")
-    ] = False,
+    is_reversed: Annotated[bool, typer.Option("--reverse", help="reverse the order", rich_help_panel="Select")] = False,
     limit: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="only the first N runs", rich_help_panel="Select")
     ] = None,
@@ -75,7 +73,8 @@ def runs(
     """List runs: status, backend, nodes x processes of each, step, best metric, and when they began.
 
     A condition names a column (name, status, backend, num_nodes, world_size, step, epoch, restarts, samples_per_second, age,
-    duration), a metric (its best value), a setting or a hyperparameter. Texts may have the form digits-*, times 15min, 3h or 7d.
+    duration), a metric (its best value), a setting or a hyperparameter. A text may be a pattern such as digits-*. A time is
+    written as 15min, 3h or 7d.
     """
     if is_sure and not delete:
         raise ConfigError("--yes belongs to --delete: add that, or drop it")
@@ -150,7 +149,7 @@ def _runs_text(chosen: Sequence[RunState]) -> str:
 
 def status(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
-    once: Annotated[bool, typer.Option("--once", help="print the state and leave, also while the run goes on")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print the state and exit, even during the run")] = False,
 ) -> None:
     """Show the state of a run and follow it to its end, on any machine that sees its directory. Ctrl-C stops following.
 

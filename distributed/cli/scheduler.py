@@ -22,21 +22,21 @@ class Scheduler:
     `status`, `logs` and `stop` get a run directory in whose `job` directory `file` exists. All functions raise DistributedError.
 
     Attributes:
-        title: the name for people.
+        title: the name in messages and in the help.
         file: the file in RUN/job that `submit` writes. A run belongs to the scheduler whose file is newest.
         about: the description for `--help`.
         add_flags: adds the scheduler's own flags to a parser.
-        options: makes the scheduler's options of the values of these flags, by name, and checks them.
+        options: makes and checks the scheduler's options from the values of these flags, given by name.
         text: returns what `--dry-run` prints. It writes nothing and holds no secret.
         submit: writes the file and submits it, or continues the run if `resume` is true. Returns a line that names the job.
         status: returns what the scheduler says of the job.
         logs: returns the output of the job in pieces.
         stop: ends the job and returns a line that says how to continue the run.
         shares_run_dir: whether the files of the run are in the run directory here, so that `status` shows what they say too.
-        name: returns the default name of a job, of the script and the run directory.
-        settings: returns the settings of each run that the options add to those of the command line.
+        name: returns the default name of a job, from the script and the run directory.
+        settings: returns, for each run, the settings that the options add to those of the command line.
         files: returns the directory with the files of the run, which may be on the cluster only.
-        takes: flags of `train` that mean something of the scheduler here. `options` gets them, and the job does not.
+        takes: flags of `train` that concern the scheduler here. `options` gets them, and the job does not.
     """
 
     title: str

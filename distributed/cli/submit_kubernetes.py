@@ -20,8 +20,8 @@ _ABOUT = """\
 Write the manifests of a run for Kubernetes and submit them with kubectl.
 
 All flags of train but --token-file are accepted. The paths of the script and of
---config must be the same here and in the image. The pods read their numbers
-from their environment, and a pod that is lost is replaced."""
+--config must be the same here and in the image. Each pod reads its node rank
+from its environment. A pod that is lost is replaced."""
 
 
 def _add_flags(group: argparse._ArgumentGroup) -> None:
@@ -53,11 +53,14 @@ def _add_flags(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--gpu-resource", metavar="NAME", help="name of GPUs in the cluster (default: nvidia.com/gpu)")
     group.add_argument(
-        "--save-within", type=int, metavar="S", help="seconds in which a pod that is to end must save (default: 300)"
+        "--save-within", type=int, metavar="S", help="seconds that a pod has to save before it is killed (default: 300)"
     )
-    group.add_argument("--user", type=int, metavar="N", help="number of the user of the processes (default: 1000)")
+    group.add_argument("--user", type=int, metavar="N", help="user ID of the processes (default: 1000)")
     group.add_argument(
-        "--retries", type=int, metavar="N", help="failures of a pod after which the job fails (default: 6)"
+        "--retries",
+        type=int,
+        metavar="N",
+        help="replacements of one pod; after one more failure the job fails (default: 6)",
     )
 
 

@@ -34,7 +34,7 @@ def _add_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--python", metavar="COMMAND", help="the interpreter on the cluster (default: python)")
     group.add_argument(
         "--exclude", metavar="PATTERN", action="append",
-        help="files that are not uploaded, as in a .gitignore, whose files are not uploaded either; may be repeated",
+        help="pattern of files not to upload, as in a .gitignore; files that .gitignore names are never uploaded; may be repeated",
     )  # fmt: skip
     group.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the script)")
 

@@ -16,9 +16,9 @@ from distributed.tuning.scripts import ScriptSweep, SearchOptions
 _ABOUT = """\
 Run a script many times with different values and keep the best.
 
-A value whose name is that of a setting is passed as this setting, any other as
+A value with the name of a setting becomes this setting. Any other value becomes
 an argument of the script: --NAME VALUE. The other flags are those of train and
-hold for every trial; --set scheduler=NAME is the schedule of the learning rate."""
+apply to every trial. --set scheduler=NAME sets the learning-rate schedule."""
 _OWN = (
     "search_space", "num_samples", "metric", "mode", "scheduler", "scheduler_option", "search", "max_concurrent",
     "max_failures", "cpus_per_trial", "trials_per_gpu",

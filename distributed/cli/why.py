@@ -30,7 +30,7 @@ def why(
 ) -> None:
     """Say why a run failed, hangs or ended: what failed first, on which rank, where in the script, and what was done about it.
 
-    It reads the run directory only, so the run may be going on, on any machine that sees the directory.
+    The command only reads the run directory. So it works on any machine that sees the directory, even during the run.
     """
     refuse_address(run, "'distributed why'")
     found = read_why(run)

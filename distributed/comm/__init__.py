@@ -82,7 +82,7 @@ def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
         One tensor per rank, each with that rank's shape.
 
     Raises:
-        ConfigError: on all ranks, if the dtypes differ; also as `all_reduce`.
+        ConfigError: on all ranks, if the dtypes differ. Also in the cases of `all_reduce`.
     """
     data, world = _data(tensor, "all_gather").contiguous(), current_world()
     if world.context.world_size == 1:
@@ -108,7 +108,7 @@ def broadcast(tensor: torch.Tensor, src: int = 0) -> torch.Tensor:
         `tensor`.
 
     Raises:
-        ConfigError: `src` is not a rank; also as `all_reduce`.
+        ConfigError: `src` is not a rank. Also in the cases of `all_reduce`.
     """
     data, world = _data(tensor, "broadcast"), current_world()
     if not 0 <= src < world.context.world_size:
@@ -135,7 +135,7 @@ def reduce_scatter(
         A tensor of shape `[sizes[rank], ...]`.
 
     Raises:
-        ConfigError: an argument is wrong; also as `all_reduce`.
+        ConfigError: an argument is wrong. Also in the cases of `all_reduce`.
     """
     import torch
 
@@ -169,7 +169,7 @@ def no_sync(model: Any = None) -> Iterator[None]:
     sums.
 
     Args:
-        model: a DistributedDataParallel, ours or torch's. None means all of ours in this process.
+        model: a DistributedDataParallel of this package or of torch. None means every one of this package in this process.
 
     Raises:
         ConfigError: there is no such model.
@@ -185,7 +185,7 @@ def no_sync(model: Any = None) -> Iterator[None]:
 
 
 def _data(tensor: Any, call: str) -> torch.Tensor:
-    """Return the tensor's data without its autograd graph. Raises ConfigError for what is not a dense tensor."""
+    """Return the tensor's data without its autograd graph. Raises ConfigError for anything but a dense tensor."""
     import torch
 
     if not isinstance(tensor, torch.Tensor):

@@ -64,12 +64,12 @@ def init_process_group(
         init_method: "env://" or None. Ranks find each other through the launcher, or through MASTER_ADDR and
             MASTER_PORT.
         world_size: the number of processes, needed only without a launcher. With one it must agree with the launcher.
-        rank: the rank of this process, from 0, as for `world_size`.
+        rank: the rank of this process, from 0. Like `world_size`, it is needed only without a launcher.
         timeout_s: the number of seconds that a collective may wait for other ranks. None means 300.
 
     Raises:
         ConfigError: an argument is wrong or contradicts the launcher, or this process joined with another transport.
-        ResourceError: GPUs are missing, or some ranks did not join in time. The message names them.
+        ResourceError: GPUs are missing, or some ranks did not join in time. The message names these ranks.
     """
     if init_method not in (None, "env://"):
         raise ConfigError(

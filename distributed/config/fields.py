@@ -198,7 +198,7 @@ def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
 
 
 def _shortened(value: Any) -> str:
-    """Return a value for a message, which stays one line that can be read."""
+    """Return a value as text for a message, with the middle left out if the text is long."""
     text = repr(value)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]}...{text[-_LONGEST // 2 :]}"
 

@@ -57,7 +57,7 @@ OBJECT = Kind("an object with texts as names", object_of(Kind("", lambda value: 
 def check_kinds(content: Any, kinds: Mapping[str, Kind]) -> None:
     """Raise ValueError if `content` is not an object, or if one of its values is not of the kind in `kinds`.
 
-    The message goes on after the name of the file. Names that `content` or `kinds` lacks are not checked.
+    The message follows after the name of the file in a sentence. Names that `content` or `kinds` lacks are not checked.
     """
     if not isinstance(content, dict):
         raise ValueError("is not an object")

@@ -15,7 +15,7 @@ from distributed.state import Job
 _OF_OPTIMIZER = ("weight_decay", "betas", "momentum", "layer_rates")
 _OF_SCHEDULER = ("scheduler_steps", "min_learning_rate", "scheduler_power", "scheduler_decay_ratio")
 _MATRIX = 2  # dimensions of a weight that decays; biases and norms have fewer
-# The same decay as torch's AdamW has by default, because the name alone is not to change how strong it is.
+# The default of torch's AdamW, so that setting the name alone does not change the strength of the decay.
 _DEFAULT_DECAY = {"adamw": 1e-2, "muon": 1e-2}
 
 
@@ -74,7 +74,7 @@ class RateCurve:
         kind: "constant", "linear", "cosine", "polynomial" or "wsd" (warm-up, stable, decay; Hu et al., arXiv 2404.06395).
         length: the number of updates after which the rate stays at its minimum, with those of the warm-up.
         warmup: the number of updates of the warm-up, which `DistributedConfig.warm_rate` computes. The curve is 1 there.
-        minimum: the rate at the end, of the parameters with the highest rate. The others keep their ratio to it.
+        minimum: the rate at the end, for the parameters with the highest rate. Other parameters keep their ratio to it.
         power: the exponent of "polynomial".
         decay_ratio: the fraction of `length` in which "wsd" lowers the rate.
     """
@@ -163,7 +163,7 @@ def _check_one(
 ) -> None:
     """Check the setting `what` and the settings that refine it against an object that the script passes.
 
-    An object of the script is the optimizer of a compiled model if `is_compiled`. A name in code then replaces it.
+    With `is_compiled`, the object is the optimizer of a compiled Keras model, and a name in code replaces it.
     """
     sources = {name: merged.source(name) for name in _given(merged, (what, *refining))}
     if given_object is None:
@@ -267,7 +267,7 @@ def _several_named(merged: MergedConfig, job: Job, num_updates: int | None) -> t
 def _by_model(merged: MergedConfig, job: Job) -> dict[str, tuple[MergedConfig, Job]]:
     """Return the settings and the job of each of several models that are trained.
 
-    A setting that the optimizer or the schedule of one model takes counts as not given for the models whose does not.
+    If the optimizer or the schedule of one model takes a setting, it counts as not given for the models that do not take it.
     """
     found = {name: _of_model(merged, job, name) for name in job.optimizer}
     for setting in (*_OF_OPTIMIZER, *_OF_SCHEDULER):

@@ -67,8 +67,8 @@ class BatchPlan:
     gradient_accumulation_steps: int
     data_parallel_size: int
     global_batch_size: int
-    # The `batch_size` that the settings ask for, by which `lr_scaling` scales the rates, if this plan has a smaller one because the run
-    # has fewer processes or ran out of memory; else 0.
+    # If this plan has a smaller `batch_size` than the settings ask for, because the run has fewer processes or ran out of memory,
+    # this is the `batch_size` of the settings, by which `lr_scaling` scales the rates. Otherwise it is 0.
     full_batch_size: int = 0
     max_samples: int = 0  # the first samples of a validation set that a validation reads; 0: all
     max_batches: int = 0  # the same for the items of a batch sampler, each of which is a global batch
@@ -110,7 +110,7 @@ class BatchPlan:
 
 
 def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
-    """Return the line that announces the workers that start now, and which part of the start takes long.
+    """Return the line that announces the workers, with a note about the part of their start that takes long.
 
     Args:
         plan: the processes of the run.
@@ -190,7 +190,7 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
 
 
 def check_nodes(merged: MergedConfig, plan: ProcessPlan) -> None:
-    """Raise ConfigError if the launchers of several nodes are to join each other and nobody has said where."""
+    """Raise ConfigError if several nodes have no address of node 0, or if a lost node could not be replaced (`max_restarts=0`)."""
     is_for_us = plan.num_nodes > 1 and not backend_entry(plan.backend).places_workers
     if is_for_us and not merged.is_given("master_addr"):
         raise ConfigError(

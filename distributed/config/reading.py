@@ -31,7 +31,7 @@ _YAML_VALUE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexErro
 
 
 class LimitError(ValueError):
-    """A file is beyond a limit. The message says what is wrong and goes on after the name of the file."""
+    """A file is beyond a limit. The message says what is wrong and follows after the name of the file in a sentence."""
 
 
 def open_regular(path: Path, flags: int = 0) -> BinaryIO:

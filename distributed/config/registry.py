@@ -1,7 +1,7 @@
 """The registry of backends. A new backend is one file and one entry here.
 
-An entry names code of `distributed.backends` as text. That room loads what is named; here `option_class` does, so that settings
-can be checked.
+An entry names code of `distributed.backends` as text. The package `backends` imports that code. In this module only `option_class`
+imports some of it, so that settings can be checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PeerErrors:
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """What the rest of the package knows of a backend without importing it."""
+    """Facts about a backend that the rest of the package can read without importing it."""
 
     name: str  # the value of `backend`
     module: str  # the module of its class
@@ -64,8 +64,8 @@ class BackendEntry:
     # "module:function" that our launcher calls with its LaunchRequest before it forks a worker, to import for all of them what
     # `preload` cannot name because it depends on the request.
     warm_up: str = ""
-    # Whether `warm_up` also serves a backend that a script has chosen, for the workers of a restart: the library reads no variable on
-    # import that only the workers have.
+    # Whether `warm_up` may also run later, for the workers of a restart, if only the script has chosen this backend. This is
+    # possible if the library reads no variable on import that only the workers have.
     warms_up_late: bool = False
     aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the group
     # Settings of other tools for this engine -> our counterpart, see `distributed.config.peers`.

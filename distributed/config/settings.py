@@ -67,7 +67,7 @@ class DistributedConfig:
 
     Settings are passed by name; `python -m distributed.cli train --help` describes them. The object is frozen. `given`
     holds the settings that were passed explicitly: a file or a flag can fill in the others. `dataclasses.replace` keeps
-    `given` and `notices` and adds to them what it is passed.
+    `given` and `notices`, and adds the settings that are passed to it.
 
     Raises:
         ConfigError: a name is unknown or a value is wrong. The message names the fix.
@@ -95,12 +95,12 @@ class DistributedConfig:
 
     monitor_interval: float = setting(0.1, "seconds between two checks of the workers", above=0, maximum=_LONGEST_S, group=FAULTS)
     max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, group=FAULTS)
-    hang_timeout: float | None = setting(60.0, "seconds that a rank may stand still in an update before the run restarts, 10 times as long in a save and the like (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, group=FAULTS)
-    elastic_interval_s: float = setting(300.0, "seconds until lost processes are replaced, and at most until a new node takes part, if the number may change", above=0, maximum=_LONGEST_S, group=FAULTS)
+    hang_timeout: float | None = setting(60.0, "seconds without progress of a rank in an update after which the run restarts; 10 times as long in a save or similar work (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, group=FAULTS)
+    elastic_interval_s: float = setting(300.0, "if the number of processes may change: seconds until lost processes are replaced, and the longest wait until a new node takes part", above=0, maximum=_LONGEST_S, group=FAULTS)
     restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", group=FAULTS)
     max_failed_saves: int = setting(3, "number of failed saves in a row that ends the run", minimum=1, group=FAULTS)
     auto_micro_batch: bool = setting(False, "if a rank runs out of memory in an update, restart with half the micro-batch and twice the accumulation", group=FAULTS)
-    nan_policy: str = setting("stop", "what a NaN or infinite loss or gradient does: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
+    nan_policy: str = setting("stop", "what to do at a NaN or infinite loss or gradient: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
 
     seed: int = setting(0, "seed of sample order, augmentation, dropout and initial weights", minimum=0, maximum=2**64 - 1, group=TRAINING)
     deterministic: bool = setting(False, "refuse operations whose result can differ between two runs", group=TRAINING)
@@ -117,12 +117,12 @@ class DistributedConfig:
     validate_every_s: float | None = setting(None, "seconds between two validations (default: validate after each epoch)", float, above=0, maximum=_LONGEST_S, group=VALIDATION)
     validate_at_start: bool = setting(False, "also validate before the first update", group=VALIDATION)
     max_validation_batches: int | None = setting(None, "number of batches of each validation set that a validation reads (default: all)", int, minimum=1, group=VALIDATION)
-    early_stopping_patience: int | None = setting(None, "stop after this many validations, or epochs without validation, in which the monitor is not better", int, minimum=1, group=VALIDATION)
+    early_stopping_patience: int | None = setting(None, "stop after this many validations in a row without a better monitor (epochs, if the monitor is a metric of training)", int, minimum=1, group=VALIDATION)
     monitor: str = setting("val_loss", "the metric that decides the best checkpoint and early stopping", group=VALIDATION)
     monitor_mode: str = setting("min", "whether the min or max of the monitor is best", choices=("min", "max"), group=VALIDATION)
 
     optimizer: str | None = setting(None, "adamw, adam, sgd, adafactor or muon (default: AdamW with torch's defaults, or the optimizer that the script passes)", str, choices=tuple(OPTIMIZERS), group=OPTIMIZATION, convert=lower)
-    learning_rate: float = setting(1e-3, "learning rate of the default AdamW or of optimizer; it replaces the rate of an optimizer that you pass", above=0, group=OPTIMIZATION)
+    learning_rate: float = setting(1e-3, "learning rate of the default AdamW or of the setting optimizer; if given, it replaces the rate of an optimizer that you pass", above=0, group=OPTIMIZATION)
     weight_decay: float | None = setting(None, "decay of weights, not of biases and norms (default: 0.01 with adamw and muon, else 0)", float, minimum=0, group=OPTIMIZATION)
     betas: tuple[float, float] | None = setting(None, "coefficients of Adam's averages of the gradient and of its square, as B1,B2 (default: 0.9,0.999)", tuple, group=OPTIMIZATION, convert=pair)
     momentum: float | None = setting(None, "momentum of sgd and muon (default: 0 with sgd, 0.95 with muon)", float, minimum=0, maximum=1, group=OPTIMIZATION)
@@ -132,9 +132,9 @@ class DistributedConfig:
     min_learning_rate: float = setting(0.0, "rate at the end of the schedule", minimum=0, group=OPTIMIZATION)
     scheduler_power: float = setting(2.0, "exponent of the polynomial schedule", above=0, group=OPTIMIZATION)
     scheduler_decay_ratio: float = setting(0.1, "fraction of the updates in which the wsd schedule lowers the rate", above=0, maximum=1, group=OPTIMIZATION)
-    lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or its root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
+    lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or by its square root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
     warmup_steps: int = setting(0, "updates over which the rate rises to its value", minimum=0, group=OPTIMIZATION)
-    warmup_start: float | None = setting(None, "fraction of the rate at the first update of a warm-up that rises exponentially (default: it rises linearly)", float, above=0, maximum=1, group=OPTIMIZATION)
+    warmup_start: float | None = setting(None, "fraction of the rate at which an exponential warm-up begins (default: the warm-up is linear)", float, above=0, maximum=1, group=OPTIMIZATION)
     scheduler_interval: str = setting("step", "step the schedule per update (step) or per epoch", choices=("step", "epoch"), group=OPTIMIZATION)
     gradient_clipping: float | None = setting(None, "largest global norm of the gradient", float, above=0, group=OPTIMIZATION)
     mixed_precision: str | bool = setting("no", "no, fp16 or bf16 (true: fp16 on GPUs, bf16 on CPU)", bool, str, choices=("no", "fp16", "bf16", True, False), group=OPTIMIZATION)
@@ -146,7 +146,7 @@ class DistributedConfig:
     checkpoint_dir: str | None = setting(None, "directory of the checkpoints, or s3://BUCKET/PATH (default: RUN/checkpoints)", str, group=CHECKPOINTS)
     resume_from_checkpoint: str | bool = setting(False, "a path, or true for the newest verified checkpoint of the run directory", bool, str, group=CHECKPOINTS)
     checkpoint_at_start: bool = setting(False, "also save a checkpoint before the first update", group=CHECKPOINTS)
-    checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none by epoch)", int, minimum=1, optional=True, group=CHECKPOINTS)
+    checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none at the end of epochs)", int, minimum=1, optional=True, group=CHECKPOINTS)
     checkpoint_every_n_steps: int | None = setting(None, "updates between checkpoints", int, minimum=1, group=CHECKPOINTS)
     checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, maximum=_LONGEST_S, group=CHECKPOINTS)
     checkpoint_trainable_only: bool = setting(False, "leave frozen parameters out of checkpoints; a resumed run takes them from the model", group=CHECKPOINTS)
@@ -163,7 +163,7 @@ class DistributedConfig:
     mlflow_checkpoint: bool = setting(True, "also store the last checkpoint as an artifact in MLflow", group=MONITORING)
     mlflow_register_model: str | None = setting(None, "register the trained model in MLflow under this name", str, group=MONITORING)
     tensorboard: bool = setting(False, "write event files for TensorBoard", group=MONITORING)
-    tensorboard_dir: str | None = setting(None, "write them below this directory, in one directory per run (default: RUN/tensorboard)", str, group=MONITORING)
+    tensorboard_dir: str | None = setting(None, "write the event files below this directory, in one directory per run (default: RUN/tensorboard)", str, group=MONITORING)
     tensorboard_histograms: bool = setting(False, "also write histograms of weights and gradients after each epoch", group=MONITORING)
     profile: bool = setting(False, "profile some updates into RUN/profile and show the costliest operators", group=MONITORING)
     profile_wait: int = setting(10, "updates before the profiler warms up", minimum=0, group=MONITORING)
@@ -202,10 +202,11 @@ class DistributedConfig:
 
     @classmethod
     def from_training_arguments(cls, arguments: Any, *, num_training_steps: int | None = None) -> DistributedConfig:
-        """Return the settings that say the same as a `TrainingArguments` object of transformers.
+        """Return the settings that correspond to a `TrainingArguments` object of transformers.
 
-        Arguments that change no number of training and have no counterpart are listed in `notices`, which the start of a run
-        shows. In a Trainer the settings have the source "file": they are weaker than its arguments and settings in code.
+        Arguments that have no counterpart and do not change the results of training are listed in `notices`, which are shown at
+        the start of a run. In a Trainer, the settings have the source "file": arguments of the Trainer and settings in code
+        override them.
 
         Args:
             arguments: an object of `transformers.TrainingArguments` or a subclass.
@@ -288,7 +289,7 @@ class DistributedConfig:
 
     @property
     def of_arguments(self) -> frozenset[str]:
-        """The names of the settings that TrainingArguments gave."""
+        """The names of the settings that come from TrainingArguments."""
         names: frozenset[str] = self._of_arguments  # type: ignore[attr-defined]
         return names
 

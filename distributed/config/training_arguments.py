@@ -96,7 +96,7 @@ class _Translation:
         self.total = arguments.max_steps if arguments.max_steps > 0 else num_training_steps
 
     def take(self, name: str) -> Any:
-        """Return the value of an argument, which is then translated. Return None if this version of transformers lacks it."""
+        """Return the value of an argument and mark it as translated. Return None if this version of transformers lacks it."""
         self._left.pop(name, None)
         value = getattr(self._arguments, name, None)
         return getattr(value, "value", value)  # of an enum

@@ -1,8 +1,9 @@
 """Find the largest batch that fits into memory: workers are started for each size and run a few updates.
 
-A rank that runs out of memory in the middle of an update leaves the others waiting in a collective. In workers of its
-own, the fit that tries a size ends like any failed fit, whatever the engine: the launcher stops the other workers, and
-the next size finds the memory as a training run does. A size fits if every rank completed its updates, so all ranks agree.
+A rank that runs out of memory in the middle of an update leaves the others waiting in a collective. So each size is tried
+by a fit in workers of its own. It ends like any failed fit, whatever the engine: the launcher stops the other workers. The
+next size then starts with the free memory that a training run would have. A size fits if every rank completed its updates,
+so all ranks agree.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class OutOfMemory(DistributedError):
 
 
 class NotThatSize(DistributedError):
-    """The data gives no update of the size to try. The exit code is that of the workers that try a size."""
+    """The data has no update of the size to try. The exit code is that of the workers that try a size."""
 
     exit_code = 5
 

@@ -79,13 +79,18 @@ class LearningRateCurve:
         return max(2, self.num_steps // 20)
 
     def plot(self, path: str | None = None) -> Any:
-        """Plot the losses over the rates. Needs matplotlib.
+        """Plot the losses over the rates. Any process may call it.
 
         Args:
-            path: where to save the figure; None does not save it.
+            path: the file to save the figure to, in the format of its suffix (png, svg, pdf), or None. Only the main process
+                should write it.
 
         Returns:
             The matplotlib figure.
+
+        Raises:
+            ResourceError: matplotlib is missing.
+            ConfigError: the suffix is not known.
         """
         from distributed.runs.plotting import new_figure, save_figure
 

@@ -153,7 +153,10 @@ def _directory_of(finder: Fits, setup: Setup) -> tuple[Path, Callable[[Callable[
 
 
 def _begin(directory: Path, rates: RateRange, *, goes_on: bool) -> list[float] | None:
-    """Return the losses of an earlier attempt with the same range; else make room for a fit. Main process."""
+    """Return the losses of an earlier attempt with the same range. Otherwise return None.
+
+    The files of an attempt that did not finish are deleted. Called on the main process.
+    """
     if goes_on:
         try:
             kept = parse_json(read_bytes(directory / _FILE, MAX_JSON_BYTES))
@@ -169,7 +172,7 @@ def _begin(directory: Path, rates: RateRange, *, goes_on: bool) -> list[float] |
 
 
 def _finish(directory: Path, rates: RateRange, losses: list[float]) -> None:
-    """Save the curve, and delete the weights of the copy. Main process."""
+    """Save the curve, and delete the weights of the copy. Called on the main process."""
     replace_text(directory / _FILE, json.dumps({"request": dataclasses.asdict(rates), "losses": losses}))
     shutil.rmtree(directory / "checkpoints", ignore_errors=True)
 

@@ -51,8 +51,8 @@ class LaunchConfig:
         node_rank: the number of this machine, from 0.
         master_addr: host of node 0.
         master_port: port of node 0; None means a free port, and 29500 with several nodes.
-        backend: the transport, nccl, gloo or mpi; it overrides what the script gives to `init_process_group`.
-        device: "cuda" or "cpu"; None means cuda where there is one, and cpu with gloo.
+        backend: the transport, nccl, gloo or mpi; it overrides the backend that the script passes to `init_process_group`.
+        device: "cuda" or "cpu"; None means cpu with gloo, otherwise cuda if it is available.
         max_restarts: restarts after a worker was killed.
         monitor_interval: seconds between two checks of the workers.
         start_timeout: seconds that all workers may take to join.
@@ -90,7 +90,11 @@ class LaunchConfig:
 
 
 class DistributedLauncher:
-    """Launch scripts as `config` says. Each worker gets the environment variables that torchrun sets."""
+    """Launch scripts as `config` says. Each worker gets the environment variables that torchrun sets.
+
+    Args:
+        config: the processes to start. None means `LaunchConfig()`.
+    """
 
     def __init__(self, config: LaunchConfig | None = None) -> None:
         self.config = config if config is not None else LaunchConfig()
@@ -98,12 +102,15 @@ class DistributedLauncher:
     def launch(self, script: str | os.PathLike[str], *script_args: str | float | os.PathLike[str]) -> int:
         """Run `script` with `script_args` on this node's processes until they end. Return the exit code.
 
-        The code is 0 if the script succeeded, 1 if it failed and its own error was printed, otherwise that of
-        `distributed train`. A separate launcher process starts the workers, so this works in notebooks and threads.
+        A separate launcher process starts the workers, so this works in notebooks and threads.
 
         Args:
             script: path of the script.
-            script_args: its arguments; numbers and paths reach it as their text.
+            script_args: the arguments of the script. Numbers and paths are converted to text.
+
+        Returns:
+            0 if the script succeeded, 1 if it failed and its own error was printed, otherwise the exit code that
+            `distributed train` would have.
 
         Raises:
             ConfigError: a setting is wrong, or this process is itself a worker. Nothing was started.
@@ -135,8 +142,8 @@ def launch_distributed_training(
         settings: the arguments of LaunchConfig.
 
     Raises:
-        ConfigError, ResourceError: as `DistributedLauncher.launch`, also for a setting that LaunchConfig does not
-            have.
+        ConfigError: LaunchConfig has no such setting, or `DistributedLauncher.launch` raises it.
+        ResourceError: `DistributedLauncher.launch` raises it.
     """
     known = [field.name for field in dataclasses.fields(LaunchConfig)]
     for name in settings:

@@ -62,7 +62,7 @@ def start(
         resume: whether to go on with the run in `run_dir`.
         dry_run: show what would be started, and start nothing.
         world_size: the number of processes on all nodes.
-        rank: the rank of this process, if it is to be one of these processes; None to start them.
+        rank: the rank of this process, if it is to be one of these processes; None to start the workers.
         words: flags of `train` that start the run again, without the run directory and the script's own arguments.
 
     Raises:
@@ -81,7 +81,7 @@ def start(
             take_remote(str(address), resume=resume)
         return _run_as_worker(overrides, merged, environment, run_dir, resume)
     asks_for_rank = environment is None and _has_no_rank(merged)
-    if asks_for_rank:  # node 0 gives this node another number
+    if asks_for_rank:  # a placeholder: node 0 assigns the number
         overrides = dataclasses.replace(overrides, flag={**overrides.flag, "node_rank": 1})
         merged = merge(overrides, {})
     plan = plan_of(merged.config)
@@ -117,7 +117,7 @@ def _has_no_rank(merged: MergedConfig) -> bool:
         return False
     try:
         return not may_listen_at(config.master_addr, config.master_port or DEFAULT_PORT)
-    except OSError:  # the host is not known: the node cannot join, which is reported then
+    except OSError:  # the host name cannot be resolved: joining the other nodes reports this later
         return True
 
 
@@ -182,10 +182,10 @@ def _checked_request(
     run_dir = directory_of(address)
     is_there = (
         not is_address(address) or Path(str(run_dir)).exists()
-    )  # it is not for `--dry-run`, which downloads nothing
+    )  # with `--dry-run` the directory may be missing, because nothing is downloaded
     backend = _refuse(overrides, merged, plan, run_dir, resume, is_there=is_there)
     config, script = merged.config, _script(overrides)
-    is_told = plan.num_nodes > 1 and config.node_rank > 0  # the name of the run directory, by node 0
+    is_told = plan.num_nodes > 1 and config.node_rank > 0  # node 0 tells this node the name of the run directory
     where = run_dir if run_dir is not None else "" if is_told else str(choose_run_dir(script))
     entry, starter = entry_in_use(config, plan.backend), starting_of(plan.backend)
     starting = starting_line(plan, is_chosen=config.backend is not None)
@@ -342,7 +342,7 @@ def _check_settings(overrides: Overrides, merged: MergedConfig, plan: ProcessPla
 
 
 def _wait_for_name(request: LaunchRequest) -> None:
-    """Wait in a pod until `master_addr` has an address, because the DNS learns of pod 0 seconds after it has started.
+    """Wait in a pod until `master_addr` has an address. DNS has the name of pod 0 only some seconds after the pod's start.
 
     Raises ResourceError if it has none within `start_timeout`.
     """

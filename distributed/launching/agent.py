@@ -47,7 +47,7 @@ from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import close_results, is_training
 from distributed.runs.temporary import temporary_directory
 
-_CAUSE_S = 3.0  # for another node to name the cause of a failure that is a consequence here
+_CAUSE_S = 3.0  # seconds to wait until another node reports the cause of a failure that is a consequence here
 
 
 class ForkAgent(SimpleElasticAgent):
@@ -75,13 +75,13 @@ class ForkAgent(SimpleElasticAgent):
         self._of_engine = engine_rendezvous(request.rendezvous)
         self._node_index, self._num_nodes = 0, 1  # this node's index among the nodes of this attempt, and their number
         self._rank_of: dict[int, int] = {}  # local rank -> rank, in this attempt
-        self._world_size = 0  # of the attempt before, at the beginning of an attempt
+        self._world_size = 0  # number of workers of this attempt; while an attempt begins, still of the one before
         self._nodes: list[Node] = []  # nodes of this attempt; empty if there is only one
-        self._names: dict[int, str] = {}  # by node rank, as they were shown
+        self._names: dict[int, str] = {}  # host names by node rank, as last shown on the console
         self._rendezvous_of_nodes = cast(OneNode, spec.rdzv_handler)
         self._rendezvous_of_nodes.offer = self._offer
         self._rendezvous_of_nodes.is_stopped = lambda: bool(self.verdicts.stop_signal)
-        self._ranks_before: list[int] = []  # the nodes of the attempt before
+        self._ranks_before: list[int] = []  # the node ranks of the attempt before
         self._is_elastic = (request.min_nodes or request.num_nodes) < request.num_nodes  # whether nodes may come and go
         self._is_restart = False  # whether the next attempt is a restart after a failure
         self._is_regroup = False  # whether this attempt has other nodes than the one before
@@ -90,7 +90,7 @@ class ForkAgent(SimpleElasticAgent):
         self._opened: Any = None  # what `EngineRendezvous.open` returned on node 0 in this attempt
 
     def _take(self, message: Mapping[str, Any]) -> None:
-        """Take a message of the launcher or of a worker. May be called from any thread."""
+        """Handle a message from the launcher or from a worker. May be called from any thread."""
         if message.get("kind") == "chose backend":
             self._channel.send(json.dumps({"op": "warm up", "backend": message["backend"]}).encode())
             return
@@ -107,7 +107,7 @@ class ForkAgent(SimpleElasticAgent):
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> list[Worker]:
-        """Number the ranks by `node_rank`, and take what node 0 offers in this round."""
+        """Assign the ranks in the order of the node ranks, and read the value of `_offer` that node 0 sent for this round."""
         self._node_index, self._num_nodes = group_rank, group_world_size
         local = self._count.begin()
         try:
@@ -122,7 +122,7 @@ class ForkAgent(SimpleElasticAgent):
         if self._of_engine is not None and self._nodes:
             self._of_engine.check(by_rank)  # the same error on every node
         if self._is_restart and begun.has_lost:
-            self._remaining_restarts += 1  # a node was lost, so nothing has failed
+            self._remaining_restarts += 1  # a restart after the loss of a node does not count
         self._is_regroup = self._is_elastic and (begun.has_lost or begun.ranks != self._ranks_before)
         self._is_restart, self._ranks_before = False, begun.ranks
         is_local = addr == "localhost" or self._request.num_nodes == 1
@@ -141,8 +141,8 @@ class ForkAgent(SimpleElasticAgent):
         return [Worker(i, group_rank * local + i, group_rank * local + i, world_size, world_size) for i in range(local)]
 
     def _offer(self) -> list[Any]:
-        """Return the address and the port at which the workers of the next round join each other, and what their engine needs."""
-        # With several nodes, `master_port` is that of the server of the nodes. The workers need another port.
+        """Return what node 0 sends to all nodes for the next round: master address, master port, and the engine's rendezvous."""
+        # With several nodes, `NodeServer` listens at `master_port`, so the workers need another port.
         asked = self._request.master_port if self._request.num_nodes == 1 else None
         return [self._request.master_addr, asked or _free_port(), self._open_of_engine()]
 
@@ -204,7 +204,7 @@ class ForkAgent(SimpleElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Kill the workers immediately.
 
-        Survivors of a failure have already saved their state, when all ranks agreed on the failure.
+        If all ranks agreed on a failure, the workers that survived it have already saved their state.
         """
         if self.verdicts.is_any_at_work():
             self._channel.send(b'{"op": "kill"}')
@@ -245,14 +245,14 @@ class ForkAgent(SimpleElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _let_new_ones_take_part(self) -> None:
-        """Make the workers save and end, if more can be started and it is time."""
+        """Make the workers save and end if `WorkerCount.may_grow` allows more of them to be started."""
         newcomers = self._rendezvous_of_nodes.num_newcomers
         if self.verdicts.stop_signal or not self._count.may_grow(newcomers, has_saved=self.verdicts.has_saved):
             return
         if is_training(self._run):
             self._signal_workers(REGROUP_SIGNAL)
         elif not self.verdicts.trains:
-            # Nobody saves in a script without a Trainer: it is started again, as torchrun does.
+            # A script without a Trainer saves nothing. It is started again, as torchrun does.
             self._rendezvous_of_nodes.is_round_wanted = True
 
     # nodes that end before the others
@@ -292,10 +292,11 @@ class ForkAgent(SimpleElasticAgent):
             self._display.handle({"kind": "warning", "text": f"the logs {problem}: {error}"})
 
     def _is_round_wanted_elsewhere(self) -> bool:
-        """If the failure of this node is a consequence, wait for its cause elsewhere, and return whether the run goes on.
+        """Return whether the run goes on with a new round after the failure of this node.
 
-        It goes on if a node was lost: without it in an elastic run, else with its replacement. Raises NodesEndedError if another
-        node names the cause.
+        If the failure is a consequence, wait for its cause on another node. The run goes on if the cause is a lost node. An elastic
+        run goes on without that node, and any other run with its replacement. Raises NodesEndedError if another node reports the
+        cause.
         """
         cause, deadline = self.verdicts.cause, time.monotonic() + _CAUSE_S + LOST_AFTER_S
         while self._nodes and cause is not None and cause.is_consequence and time.monotonic() < deadline:
@@ -312,8 +313,8 @@ class ForkAgent(SimpleElasticAgent):
     def _end_with_another_node(self) -> None:
         """Raise NodesEndedError if another node has ended the run. The workers of this node are then killed.
 
-        They could only wait for those of the other node, for half an hour with torch's gloo. If all ranks agreed on a failure,
-        they have saved their state.
+        These workers could only wait for the workers of the other node, with gloo for half an hour. If all ranks agreed on a
+        failure, the workers have already saved their state.
         """
         ended = self._rendezvous_of_nodes.ended
         if ended is not None and not self.verdicts.stop_signal:
@@ -321,9 +322,9 @@ class ForkAgent(SimpleElasticAgent):
 
 
 def run_agent(request: LaunchRequest, channel: socket.socket, board: Board) -> int:
-    """Run the workers of this node, which share `board` with this process, to their end and show what happened.
+    """Run the workers of this node until they have ended, and show what happened.
 
-    Return the exit code, which is also sent to the launcher.
+    The workers share `board` with this process. Return the exit code, which is also sent to the launcher.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
     display = display_of(request)

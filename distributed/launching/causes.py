@@ -27,7 +27,7 @@ class Failure:
     """How one rank failed. `time` is in seconds since the epoch, on the clock of the rank's machine."""
 
     rank: int
-    kind: str  # "exception", "error" (a DistributedError: one line says it all), "exit", "signal" or "hang"
+    kind: str  # "exception", "error" (a DistributedError, shown in one line), "exit", "signal" or "hang"
     time: float
     type: str = ""
     message: str = ""
@@ -50,13 +50,16 @@ class Failure:
         known = [_PEER_ERRORS, *(entry.peer_errors for entry in REGISTRY.values())]
         if any(self.type in errors.types for errors in known):
             return True
-        # Any library's messages may be in another one's exception: Horovod raises those of gloo.
+        # An exception of one library may contain a message of another library: Horovod raises messages of gloo.
         has_message = any(part in self.message for errors in known for part in errors.messages)
         return has_message and any(self.type in errors.general_types for errors in known)
 
     @property
     def weight(self) -> int:
-        """0: a cause. 1: an echo, or an abort in C++, which may be a consequence. 2: a lost connection, always a consequence."""
+        """The order of failures in `root_cause`.
+
+        It is 0 for a cause, 1 for an echo or an abort in C++, which may be a consequence, and 2 for a certain consequence.
+        """
         if self.is_consequence:
             return 2
         return 1 if self.is_echo or (self.kind == "signal" and self.signum == signal.SIGABRT) else 0
@@ -79,7 +82,7 @@ class Failure:
 
 
 def root_cause(failures: Iterable[Failure]) -> Failure:
-    """Return the earliest failure that is not a consequence of another one, or the earliest of all if each may be one."""
+    """Return the failure that most likely caused the others: the earliest one of those with the lowest `weight`."""
     return min(failures, key=lambda failure: (failure.weight, failure.time))
 
 
@@ -109,8 +112,8 @@ def message_of(error: BaseException) -> str:
 def place_of(error: BaseException) -> str:
     """Return the file, the line and the function of the user's code in which `error` was raised, or "" if that is not known.
 
-    An error of this package was often caused by another one, whose place says more. The message of an error that a process of a
-    loader has passed on holds the traceback of that process.
+    If an error of this package was caused by another error, the place of that other error is preferred. If a process of a data
+    loader passed the error on, the message of the error contains the traceback of that process.
     """
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         return f"{error.filename}, line {error.lineno}"
@@ -177,12 +180,12 @@ def _trim(exception: traceback.TracebackException, short: bool) -> int:
 
 
 def is_ours(filename: str) -> bool:
-    """Return whether a file is of this package."""
+    """Return whether a file belongs to this package."""
     return filename.startswith(_OUR_DIRECTORY)
 
 
 def is_users(filename: str) -> bool:
-    """Return whether a file is neither of this package nor of a library."""
+    """Return whether a file belongs to neither this package nor a library."""
     if is_ours(filename) or filename.startswith("<frozen"):
         return False
     return not filename.startswith(_LIBRARIES) and not (filename.startswith(sys.base_prefix + "/lib/python"))

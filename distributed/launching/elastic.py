@@ -1,4 +1,4 @@
-"""Runs whose number of workers may change: how many this node starts, and when those that are missing take part."""
+"""Elastic runs: how many workers this node starts, and when missing workers or nodes are added."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import time
 
 from distributed.launching.request import LaunchRequest
 
-_ASK_EVERY_S = 1.0  # workers that do not train yet ignore the signal
+_ASK_EVERY_S = 1.0  # seconds between two requests to end, because workers that do not train yet ignore the signal
 
 
 class WorkerCount:
     """Decide how many workers this node starts in the next attempt, and when an attempt ends early to start more of them.
 
-    On one node, workers that were killed are missing. With several nodes the number on each is fixed, and nodes are missing.
+    On one node, the run goes on without killed workers. With several nodes, the number of workers on each node is fixed, and the
+    run goes on without lost nodes.
     """
 
     def __init__(self, request: LaunchRequest) -> None:
@@ -31,7 +32,7 @@ class WorkerCount:
         return self._now
 
     def shrink(self, lost: int) -> int:
-        """Return the number of workers without the `lost` ones, with which the next attempt starts, or 0 if these are too few."""
+        """Remove `lost` workers and return the number of workers of the next attempt, or 0 if too few are left."""
         if self._now - lost < self._fewest:
             return 0
         self._now -= lost
@@ -39,7 +40,7 @@ class WorkerCount:
         return self._now
 
     def may_grow(self, num_newcomers: int, *, has_saved: bool) -> bool:
-        """Return whether the workers are now to save and end, because more can be started. The answer is yes once in a second.
+        """Return whether the workers should save and end now, so that more can be started. Return True at most once per second.
 
         Args:
             num_newcomers: how many nodes are waiting. They take part after the next save, or after `elastic_interval_s`.

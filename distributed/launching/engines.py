@@ -1,4 +1,4 @@
-"""Call the functions by which the registry entries answer for their engines. Only `use_store` loads an engine."""
+"""Call the functions that the registry entries name for their engines. Only `use_store` loads an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distributed.config.registry import REGISTRY
 
 
 def has_joined() -> bool:
-    """Return whether the script of this process has joined other processes by an engine's own call, even if it left again."""
+    """Return whether the script joined other processes by calling an engine directly, even if it has left them since."""
     entries = REGISTRY.values()
     if any(name in sys.modules for entry in entries for name in entry.joining_modules):
         return True
@@ -20,7 +20,7 @@ def has_joined() -> bool:
 
 
 def use_store(path: str | None) -> None:
-    """Let the engines' own calls in the script of this worker find the other workers. Call once, before the script.
+    """Let a script that calls an engine directly find the other workers. Call this once, before the script.
 
     Args:
         path: the file that all workers share, or None if they share none, as on several nodes.
@@ -48,7 +48,7 @@ def active_profiler() -> str | None:
 
 
 def picklable(data: Any) -> Any:
-    """Return the data of a fit without what the engines keep in it for this process and cannot pickle."""
+    """Return the data of a fit without the state that an engine keeps in it for this process and that cannot be pickled."""
     if isinstance(data, dict):  # validation sets by name
         return {name: picklable(value) for name, value in data.items()}
     for leave_out in _functions("picklable"):

@@ -1,4 +1,4 @@
-"""Pass on what the process that called `fit` learns while its workers run, such as the rows of the run on rank 0."""
+"""Pass events to the process that called `fit` while its workers run, such as the metrics of each epoch from rank 0."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from distributed.state import EpochMetrics
 class Epochs:
     """Call `on_epoch` once with each row of the run, even if a restart trains the same steps again.
 
-    A row is that of a finished epoch, or of a validation if these do not follow the epochs. A row before the first update is
-    left out, because nothing was trained yet.
+    A row has the metrics of a finished epoch, or of a validation if validations do not follow the epochs. A row before the first
+    update is left out, because nothing was trained yet.
     """
 
     def __init__(self, on_epoch: Callable[[EpochMetrics], None]) -> None:

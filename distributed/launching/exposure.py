@@ -20,8 +20,8 @@ _shown: set[str] = set()  # the warnings that this process has shown
 def warnings_of(config: DistributedConfig, plan: ProcessPlan, entry: BackendEntry) -> list[str]:
     """Return the warnings about a run whose workers our launcher starts, one for each kind of open port.
 
-    `entry` is the backend, as its options make it. Raises ConfigError if the secret is too short, or if there is none and nodes
-    may join and leave during the run.
+    `entry` is the registry entry of the backend, as changed by its options. Raises ConfigError if the secret is too short, or if
+    there is no secret and nodes may join and leave during the run.
     """
     if config.min_nodes not in (None, plan.num_nodes) and shared_secret() is None:
         raise ConfigError(
@@ -67,7 +67,10 @@ def script_warnings(host: str, port: int) -> list[str]:
 
 
 def _once(text: str) -> list[str]:
-    """Return `text`, or nothing if this process has shown it or our launcher, which shows `warnings_of`, started it."""
+    """Return `text` in a list, or an empty list if the warning was shown already.
+
+    In a worker of our own launcher the list is empty, because the launcher shows `warnings_of`.
+    """
     if launched_by() is not None or text in _shown:
         return []
     _shown.add(text)

@@ -1,4 +1,4 @@
-"""Logs of the ranks on other nodes, which reach the run directory of node 0 through a directory that all nodes share."""
+"""Copy the logs of the other nodes to the run directory of node 0, through a directory that all nodes share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distributed.runs.directory import RunDirectory
 
 
 def send_logs(run: RunDirectory, shared: Path | None, run_id: str, node_rank: int) -> None:
-    """Copy the logs of this node into `shared`, unless the node has no such directory or shares the run directory itself.
+    """Copy the logs of this node into the directory `shared`. Do nothing if it is None or the nodes share the run directory.
 
     Called on every node before the others know that its workers have ended. Raises OSError.
     """
@@ -26,4 +26,5 @@ def fetch_logs(run: RunDirectory, shared: Path | None, run_id: str) -> None:
 
 
 def _folder(shared: Path, run_id: str) -> Path:
-    return shared / f".logs-{re.sub(r'[^0-9a-f]', '', run_id)}"  # the id came over a socket
+    # The id came over a socket, so keep only hexadecimal digits.
+    return shared / f".logs-{re.sub(r'[^0-9a-f]', '', run_id)}"

@@ -1,4 +1,4 @@
-"""Fork a child process whose end is controlled: by its parent's end, its exit code, and an error that is always shown."""
+"""Fork a child process that by default dies with its parent, exits with a chosen code, and always shows its errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distributed.runs.processes import STOP_SIGNALS, die_with_parent
 
 
 def fork(child: Callable[[], int], *, dies_with_parent: bool = True) -> int:
-    """Fork a child that calls `child` and ends with the exit code that it returns. Return its process id.
+    """Fork a process that calls `child` and exits with the code that `child` returns. Return the process id.
 
-    The stop signals and SIGCHLD are blocked in the child until the child unblocks them: before the child has handlers of its own,
-    these signals would reach a wake-up descriptor that it shares with this process. Call this from a process with a single
-    thread.
+    The stop signals and SIGCHLD are blocked in the new process until it unblocks them. Otherwise, before it has handlers of its
+    own, these signals would be written to a wake-up descriptor that it shares with this process. Call this from a process with a
+    single thread.
     """
     parent = os.getpid()
     sys.stdout.flush()

@@ -38,12 +38,12 @@ from distributed.runs.remote import push_at_end, upload_rest
 from distributed.runs.temporary import MEMORY, memory_of, release, remove_leftovers
 
 _AGENT_GRACE_S = 10.0  # time for the agent to print and exit once every worker has ended
-_JOINING_GRACE_S = 1.0  # for the agent if no worker has been started
+_JOINING_GRACE_S = 1.0  # time for the agent to exit if no worker has been started
 _MESSAGE_BYTES = 256 * 1024
 
 
 def launch(request: LaunchRequest) -> int:
-    """Run the workers of `request` from this process until they end, by the launcher that `request` names. Return the exit code.
+    """Run the workers of `request` with the launcher that it names, until they have ended. Return the exit code.
 
     The caller must have a single thread. Raises ConfigError or ResourceError for mistakes that can be found before a framework
     is imported.
@@ -56,12 +56,13 @@ def launch(request: LaunchRequest) -> int:
         code: int = importlib.import_module(request.launcher).serve(request)
     finally:
         if run is not None:
-            release(memory_of(run.path))  # a launch that was refused does not own the snapshots of the one that runs
+            # Does nothing after a refused launch, because the running launch owns the snapshots.
+            release(memory_of(run.path))
     return code if run is None else _copied(run, code, begin)
 
 
 def _copied(run: RunDirectory, code: int, begin: int) -> int:
-    """Finish the copies of a run that ended with `code` in object storage, if it has any. Return the exit code.
+    """Complete the copies in object storage, if there are any, of a run that ended with `code`. Return the exit code.
 
     `begin` is the size that events.jsonl had before this launch.
     """
@@ -137,7 +138,7 @@ class _Stopped(BaseException):
 class _Watch(importlib.abc.MetaPathFinder):
     """Raise `_Stopped` at the next import after a stop signal or the end of the agent, because the imports take seconds.
 
-    A SIGCHLD alone does not tell that the agent has ended: imported libraries may run programs that end too.
+    A SIGCHLD does not always mean that the agent has ended, because imported libraries may start programs of their own.
     """
 
     def __init__(self, signals: Signals, agent: int) -> None:
@@ -260,8 +261,8 @@ class ForkServer:
     def _warm_up(self, backend: str) -> None:
         """Import what the workers of a restart need for a backend that their script has chosen.
 
-        The workers train in the meantime. The agent learns of their ends during the import, which takes seconds, because it would
-        otherwise hear only from those that have lost the connection. Its commands are carried out after the import.
+        The workers train during this import, which takes seconds. If a worker ends, the agent is told immediately. Otherwise the
+        agent would only know of the workers that then lose a connection. Commands of the agent wait until the import is done.
         """
         entry = backend_entry(backend)
         if self._stop.signum:
@@ -286,14 +287,15 @@ class ForkServer:
         gc.enable()
         from distributed.launching.worker import run_worker
 
-        agreed = {name: command[name] for name in ("run_dir", "resume", "node_rank")}  # by the nodes
+        # The nodes have agreed on these.
+        agreed = {name: command[name] for name in ("run_dir", "resume", "node_rank")}
         self._board.join(command["local_rank"])
         return run_worker(dataclasses.replace(self._request, **agreed), command, fds)
 
     # ends of children
 
     def _reap(self, *, block: bool = False) -> None:
-        """Collect the children that have ended, and tell the agent which workers have. With `block`, wait for all of them."""
+        """Collect the children that have ended, and tell the agent which workers have ended. With `block`, wait for all of them."""
         while self._workers or self._agent_status is None:
             try:
                 pid, raw = os.waitpid(-1, 0 if block else os.WNOHANG)
@@ -309,7 +311,7 @@ class ForkServer:
                 self._report_end(pid, status)
 
     def _reap_workers(self) -> None:
-        """Collect the workers that have ended, and no other child: a library may wait for its own."""
+        """Collect the workers that have ended, but no other children, because a library may wait for its own children."""
         for pid in list(self._workers):
             with contextlib.suppress(ChildProcessError):
                 found, raw = os.waitpid(pid, os.WNOHANG)

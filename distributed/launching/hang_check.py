@@ -15,7 +15,7 @@ from distributed.launching.stacks import collect, line_in_script, seen_from_outs
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
-_PLACES = 4  # ranks of which a failure has the place if none can be singled out
+_PLACES = 4  # how many ranks are listed with their places if no single rank is the cause
 
 
 class HangCheck:
@@ -25,9 +25,9 @@ class HangCheck:
         request: the request, which has `hang_timeout`.
         run: the run directory, in which the stacks are kept.
         display: shows that workers stand still because of another node.
-        board: what the workers say.
+        board: the progress and the stacks of the workers.
         node: the name of this node, if there are several.
-        ask: asks all workers for their stacks.
+        ask: called to request the stacks of all workers.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class HangCheck:
         """Begin an attempt."""
         self._watch = HangWatch(self._request.hang_timeout or 0.0)
         self._looked = time.monotonic()
-        # `beats` of the workers that stood still last without a cause on this node. They are reported once.
+        # `beats` of the workers that last stood still without a cause on this node, so that they are reported only once.
         self._undecided = -1
 
     def find(self, ranks: Mapping[int, int]) -> Failure | None:
-        """Return the failure of a worker that hangs, or None. `ranks` has the ranks of the workers to look at, by local rank."""
+        """Return the failure of a worker that hangs, or None. `ranks` maps the local rank of each worker to check to its rank."""
         if not self._request.hang_timeout:
             return None
         now = time.monotonic()
@@ -59,7 +59,7 @@ class HangCheck:
         return self._judge(suspects, ranks, f"hang_timeout={self._request.hang_timeout:g}")
 
     def find_late(self, ranks: Mapping[int, int]) -> Failure | None:
-        """Return the failure of a worker for which others have waited for `timeout_s` in vain, or None."""
+        """Return the failure of a worker for which others have waited longer than `timeout_s`, or None."""
         limit_s = self._request.timeout_s
         suspects = self._watch.standing(ranks, limit_s) if self._request.hang_timeout else None
         if suspects is None:
@@ -96,7 +96,7 @@ class HangCheck:
     def _keep(self, stacks: Mapping[int, str], all_progress: Mapping[int, Progress], ranks: Mapping[int, int]) -> Path:
         """Write the stacks of each rank into a new directory of the run, and return the directory."""
         directory = self._run.logs / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
-        with contextlib.suppress(OSError):  # with a full disk, the hang is still named
+        with contextlib.suppress(OSError):  # report the hang even if the disk is full
             directory.mkdir(parents=True, exist_ok=True)
             for index, text in stacks.items():
                 head = f"rank {ranks[index]}{self._node}, process {all_progress[index].pid}: {all_progress[index].words}\n\n"
@@ -110,6 +110,6 @@ def _failure(rank: int, text: str, progress: Progress, place: str = "") -> Failu
 
 
 def _instead(pid: int) -> str:
-    """Return the text in the place of the stacks of a process that has not answered."""
+    """Return the text that replaces the stacks of a process that did not answer."""
     more = seen_from_outside(pid) or "py-spy (pip install py-spy) may show its stacks from outside.\n"
     return f"The process did not answer: {why_silent(pid) or 'the reason is not known'}.\n\n{more}"

@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from distributed.launching.heartbeat import Phase, Progress
 
-SLOW = 10  # how much longer than `hang_timeout` a part of training may take that is slow by its nature
-_STEPS = 5  # how many times as long as the median update a part of an update may take
-_MOST = 0.8  # part of the time limit of collectives: the agent looks at the workers now and then only
-_KEPT = 31  # durations of updates for the median
+SLOW = 10  # a part of training that is slow by its nature may take this many times `hang_timeout`
+_STEPS = 5  # a part of an update may take this many times the median duration of an update
+_MOST = 0.8  # share of the time limit of collectives; below 1, because the agent looks only at intervals
+_KEPT = 31  # number of durations from which the median is taken
 
 
 @dataclasses.dataclass
@@ -22,7 +22,7 @@ class _Seen:
 
     progress: Progress
     still_s: float = 0.0
-    step_s: float = 0.0  # since the step has changed
+    step_s: float = 0.0  # seconds since the step changed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class HangWatch:
     """Watch the progress of the workers of an attempt.
 
     The ranks of a training wait for each other in each update. If one hangs, all stand still soon. The rank with the least progress
-    is the one for which the others wait. A worker that is outside of a fit never hangs, because its script may do anything.
+    is the one for which the others wait. A worker outside of a fit never counts as hanging, because its script may do anything.
 
     Args:
         hang_timeout: seconds that a part of an update may take. A part of training that is slow by its nature, such as a save, may
@@ -77,13 +77,13 @@ class HangWatch:
         return Suspects(tuple(behind), progress, still_s, self._is_another_ahead(progress))
 
     def standing(self, keys: Collection[int], timeout_s: float) -> Suspects | None:
-        """Return the workers with the least progress of those that have stood still for the time limit of collectives, or None.
+        """Return the workers that stood still for the time limit of collectives and have the least progress, or None.
 
-        The others have failed because they have waited for that long.
+        This is called after other workers failed because they reached that limit.
 
         Args:
             keys: the workers to look at.
-            timeout_s: the limit in seconds of workers that have not written theirs.
+            timeout_s: the time limit in seconds of workers that have not reported their own.
         """
         watched = {key: seen for key, seen in self._seen.items() if key in keys}
         still = {

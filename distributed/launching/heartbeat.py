@@ -1,4 +1,4 @@
-"""Memory that a worker shares with its launcher, in which the worker says where it is in training and where its time goes.
+"""Shared memory through which a worker reports its progress in training and its times to the launcher.
 
 A worker only writes a few integers: no system call, no lock, no collective. The launcher reads them while the worker runs, and also
 after its end. Imports no framework.
@@ -52,11 +52,11 @@ _BEATS, _STEP, _PHASE, _IS_SLOW, _FIT, _FIRST, _COMPILES, _TIMEOUT_MS, _PID = ra
 _UPDATES, _DATA_NS, _TRAINING_NS, _WAITED_NS, _MEASURED = range(9, 14)  # sums over the updates of all fits, see `Spent`
 SLOT_BYTES = 14 * 8
 _SUMS = {Phase.DATA: _DATA_NS, Phase.TRAINING: _TRAINING_NS}  # the integer that counts the time of a phase
-_CHANGE = struct.Struct("4q")  # the first four
-_MOST_BEATS = 1 << 40  # in a fit
-_NUM_FRESH = 2  # updates of a fit that may take longer than later ones: buffers are made, processes of loaders start
+_CHANGE = struct.Struct("4q")  # the first four integers
+_MOST_BEATS = 1 << 40  # limit of the beats of one fit
+_NUM_FRESH = 2  # the first updates of a fit may be slow, because buffers are allocated and loader processes start
 STACKS_SIGNAL = signal.SIGQUIT  # makes a worker write the stacks of its threads
-_CRASH = "Fatal Python error: "  # begins what faulthandler writes
+_CRASH = "Fatal Python error: "  # the first words of a report by faulthandler
 _PHASE_OF = "_distributed_phase"  # attribute of an error: the phase of the fit that it has left
 
 
@@ -65,7 +65,7 @@ class Progress:
     """Progress of a worker in training.
 
     Attributes:
-        beats: how often the worker has written its progress, in all fits. The rank with the least is the one for which others wait.
+        beats: a counter of progress reports. The other ranks wait for the rank with the lowest value.
         fit: the number of fits that the worker has begun.
         step: the update that it makes or has just made, from 1, or 0 before the first one.
         phase: what it does.
@@ -96,9 +96,9 @@ class Spent:
         fit: the number of fits that the worker has begun.
         updates: the number of updates.
         data_s: seconds in which it read data, without the first batch of an epoch.
-        training_s: seconds from the batch to the end of the update. They contain the waiting for other ranks.
-        waited_s: seconds of these in which it waited for other ranks, if the engine measures them.
-        measured: the number of updates that `waited_s` stands for, 0 if the engine does not measure.
+        training_s: seconds from the batch to the end of the update, including the time it waited for other ranks.
+        waited_s: the part of `training_s` in which it waited for other ranks, if the engine measures this.
+        measured: the number of updates that `waited_s` covers, 0 if the engine does not measure it.
     """
 
     fit: int
@@ -110,7 +110,7 @@ class Spent:
 
 
 class Heartbeat:
-    """The side of a worker. Without a launcher that reads it, the memory is the worker's own."""
+    """Write the progress and the times of this worker. Without a launcher, they go to memory that is not shared."""
 
     def __init__(self) -> None:
         self._slot = memoryview(bytearray(SLOT_BYTES)).cast("q")
@@ -125,7 +125,7 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def fit(self) -> Iterator[None]:
-        """Return a block that opens and runs a fit."""
+        """Return a context manager for the block that prepares and runs a fit."""
         slot = self._slot
         slot[_FIT] += 1
         slot[_FIRST] = slot[_COMPILES] = slot[_TIMEOUT_MS] = 0
@@ -140,12 +140,18 @@ class Heartbeat:
             self.mark(Phase.SCRIPT, slot[_STEP])
 
     def begin(self, step: int, *, compiles: bool, timeout_s: float) -> None:
-        """Say that training begins after `step` updates, whether any update may compile the model again, and how long ranks wait."""
+        """Report that training begins.
+
+        Args:
+            step: the number of updates so far.
+            compiles: whether any update may compile the model again.
+            timeout_s: how long a rank waits in a collective, in seconds.
+        """
         self._slot[_FIRST], self._slot[_COMPILES], self._slot[_TIMEOUT_MS] = step, compiles, int(1000 * timeout_s)
         self.mark(Phase.START, step, is_slow=True)
 
     def mark(self, phase: Phase, step: int, *, is_slow: bool = False) -> None:
-        """Say what this rank does. Every rank must say the same in the same order, because the launcher compares their counts.
+        """Report the phase of this rank. All ranks must report the same phases in the same order, because their beats are compared.
 
         Args:
             phase: what the rank does from now on.
@@ -161,7 +167,7 @@ class Heartbeat:
         _CHANGE.pack_into(slot, 0, self._beats, step, phase, is_slow)
 
     def waited(self, seconds: float, updates: int) -> None:
-        """Say that this rank has waited for others for `seconds` in each of the last `updates` updates."""
+        """Report that this rank has waited for others for `seconds` in each of the last `updates` updates."""
         self._slot[_WAITED_NS] += int(1e9 * seconds * updates)
         self._slot[_MEASURED] += updates
 
@@ -186,7 +192,7 @@ class Board:
         self._stacks = [_unnamed_file() for _ in range(num_workers)] if fd == -1 else []
 
     def join(self, index: int) -> None:
-        """Make this process the worker `index`: let it say where it is, and write its stacks when it is asked for them or crashes."""
+        """Make this process the worker `index`. It then reports its progress, and writes its stacks on request or in a crash."""
         _heartbeat.attach(self._slot(index))
         if not self._stacks:
             return

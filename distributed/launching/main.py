@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Launch what the request says and exit with its exit code."""
+    """Run the launch request and exit with the exit code of the run."""
     from distributed.errors import DistributedError
     from distributed.launching.forkserver import launch
     from distributed.launching.request import LaunchRequest

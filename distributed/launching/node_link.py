@@ -19,13 +19,13 @@ from distributed.launching.seal import LINE_BYTES, Seal, SealedConnection
 from distributed.launching.sealed_listener import HELLO
 
 _RETRY_S = 0.2
-_ANSWER_S = 5.0  # for the server to answer the first line
-_REFUSED_S = 3.0  # of refused connections, after the first one: the launcher of node 0 has ended
-_MOST_REFUSALS = 3  # of this node's first line, before the secrets are said to differ
-_MOST_SILENCES = 3  # of a listener on this machine that does not answer, before it is said to be another program
-_SHOWN_AFTER_S = 3.0  # of waiting for node 0, before a line says so
+_ANSWER_S = 5.0  # seconds for the server to answer the first line
+_REFUSED_S = 3.0  # seconds of refused connections after which the launcher of node 0 counts as ended
+_MOST_REFUSALS = 3  # refusals of this node's first line after which the secrets are reported to differ
+_MOST_SILENCES = 3  # attempts without an answer after which a listener on this machine is reported as another program
+_SHOWN_AFTER_S = 3.0  # seconds of waiting for node 0 before a line is shown
 _NO_NODE_0 = "the nodes do not have the same DISTRIBUTED_TOKEN (set the same one on all nodes), or another program listens at that port"
-_COUNT_DOWN_S = 30.0  # between two lines that say how long a lost node is waited for
+_COUNT_DOWN_S = 30.0  # seconds between two lines with the time that is left for a lost node to come back
 
 
 class NodesEndedError(TrainingError):
@@ -51,8 +51,8 @@ class Round:
     Attributes:
         number: the number of the attempt, from 1.
         ranks: the `node_rank` of each node that takes part, in increasing order.
-        nodes: what each of them says of itself.
-        offer: what node 0 offers.
+        nodes: the facts that each of these nodes sent about itself.
+        offer: the value that node 0 sent to all nodes for this round (see `join`).
         has_lost: whether a node of the attempt before was lost.
     """
 
@@ -75,14 +75,14 @@ class Round:
 
 
 class NodeLink:
-    """Keep this node connected to the server on node 0. A thread sends signs of life, listens, and connects again.
+    """Keep this node connected to the server on node 0. A thread sends heartbeats, reads messages and reconnects.
 
     Args:
         where: the host and the port of the server.
         secret: the shared secret, or "".
         rank: the number of this node; None lets node 0 choose one.
-        about: what this node says of itself.
-        node_timeout: seconds for which a silent node 0 is waited for.
+        about: the facts that this node sends about itself.
+        node_timeout: seconds to wait for node 0 if it does not answer.
         say: shows a line on the console of this node. Called from the thread.
         own: on node 0, the connection that the server returned.
     """
@@ -97,18 +97,20 @@ class NodeLink:
         self._changed = threading.Condition()
         self._connection: SealedConnection | None = None
         self._round: Round | None = None
-        self._pending: dict[str, Any] | None = None  # what node 0 must know: each new connection sends it again
+        # The newest request to node 0, which each new connection sends again.
+        self._pending: dict[str, Any] | None = None
         self._end: NodesEndedError | None = None
         self._is_all_done = self._is_closed = False
         self._lost: tuple[str, float] | None = None  # (a lost node in words, the deadline of its return)
         self.is_round_wanted = False  # whether another node waits for the next round
-        self.is_regroup = False  # whether another node waits for it because all workers have agreed to save and end
+        # Whether another node waits for the next round because all workers agreed to save and end.
+        self.is_regroup = False
         self.num_newcomers = 0  # on node 0: nodes that wait until the workers have saved
         self.welcome: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._serve, name="node 0", daemon=True)
 
     def connect(self, seconds: float) -> dict[str, Any]:
-        """Join node 0 within `seconds` and return what it tells every node.
+        """Connect to node 0 within `seconds` and return the welcome message that it sends to every node.
 
         Raises:
             NodesEndedError: node 0 refuses this node, or does not answer in time.
@@ -152,8 +154,8 @@ class NodeLink:
     ) -> Round | None:
         """Wait until all nodes join the next round, and return it, or None as soon as `is_stopped` is true.
 
-        `failure` describes the failed worker of this node, for the journal of node 0. `is_regroup` says that the workers of this node
-        have saved and ended for this round, as those of the other nodes do.
+        `offer` is the value that node 0 sends to all nodes when the round begins. `failure` describes the failed worker of this
+        node, for the journal of node 0. `is_regroup` says that the workers of all nodes agreed to save and end for this round.
 
         Raises NodesEndedError if the run has ended.
         """
@@ -181,28 +183,28 @@ class NodeLink:
         return self._end
 
     def fail(self, cause: str, code: int) -> None:
-        """Tell the other nodes that this node has failed for good, so that they end with `code`."""
+        """Tell the other nodes that this node has failed and is not restarted, so that they end with `code`."""
         with self._changed:
             self._pending = {"op": "failed", "cause": cause, "code": code}
             self._send(self._pending)
 
     def leave(self, how: str, *, is_regroup: bool) -> None:
-        """Tell the other nodes that this node leaves an elastic run, so that they go on without it, unless they end too.
+        """Tell the other nodes that this node leaves an elastic run. They go on without it, unless they end too.
 
-        `is_regroup` says that the workers of all nodes have agreed to save and end for that.
+        `is_regroup` says that the workers of all nodes agreed to save and end, because this node leaves.
         """
         with self._changed:
             self._pending = {"op": "leaving", "how": how, "is_regroup": is_regroup}
             self._send(self._pending)
 
     def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
-        """Tell the other nodes how the workers of this node ended: they are not started again.
+        """Tell the other nodes how the workers of this node ended, and that they are not started again.
 
         Args:
             how: the rest of a sentence about this node, such as "has finished".
             code: the exit code of the other nodes, if they need the workers of this node once more.
             waits: whether to wait until the workers of all nodes have ended, or the run has.
-            is_trained: whether the workers have trained to the end, so that those of a node that is lost now are not missed.
+            is_trained: whether the workers have trained to the end. The run then no longer needs the workers of a lost node.
         """
         with self._changed:
             self._pending = {"op": "done", "how": how, "code": code, "is_trained": is_trained}
@@ -211,7 +213,7 @@ class NodeLink:
                 self._changed.wait_for(lambda: self._is_all_done or self._end is not None)
 
     def close(self) -> None:
-        """Leave the server. No other method may be called after it."""
+        """Disconnect from the server. No other method may be called afterwards."""
         self._is_closed = True
         with self._changed:
             self._send({"op": "leave"})
@@ -300,7 +302,10 @@ class NodeLink:
                 self._send(self._pending)
 
     def _read_until(self, is_over: Callable[[], bool], deadline: float) -> None:
-        """Take the messages of node 0 and send signs of life. Raises OSError if node 0 is silent or gone, or time is up."""
+        """Handle messages of node 0 and send heartbeats until `is_over` returns True.
+
+        Raises OSError if node 0 is silent, if the connection is broken, or after `deadline`.
+        """
         connection = self._connection
         assert connection is not None
         heard = time.monotonic()
@@ -355,14 +360,14 @@ class NodeLink:
             self._changed.notify_all()
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        """Send, or leave it to the next connection. Call it with the lock held."""
+        """Send `message` if there is a connection, and ignore errors: a new connection sends `_pending` again. Needs the lock."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.send(**message)
 
 
 def _first_line(connection: socket.socket) -> bytes:
-    """Return one line. Raises _SilenceError if a program on this machine sends none, OSError otherwise."""
+    """Return one line. Raises _SilenceError if a program on this machine sends no line, and OSError for other problems."""
     try:
         return _line(connection)
     except TimeoutError as error:

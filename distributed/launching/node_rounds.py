@@ -1,7 +1,7 @@
-"""When the nodes of a run start their workers together, decided from what each node says.
+"""Decide from the messages of the nodes when they start their workers together.
 
-A round is one attempt in which all nodes start their workers. `NodeServer` calls this module from its thread, and hands it what the
-nodes say.
+A round is one attempt in which all nodes start their workers. `NodeServer` calls this module from its thread, and passes the
+messages of the nodes to it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any
 
 from distributed.launching.seal import SealedConnection
 
-_LAST_CALL_S = 10.0  # for more nodes to join the first round, when the fewest have joined
-_LEAVING_S = 2.0  # for the other nodes to say how their workers ended, after a node has left on SIGTERM
+_LAST_CALL_S = 10.0  # seconds for more nodes to join the first round once `min_nodes` have joined
+_LEAVING_S = 2.0  # seconds for the other nodes to report how their workers ended, after a node has left on SIGTERM
 _TOO_LATE = {"op": "end", "why": "the run has ended before this node could take part", "rank": None, "code": 0}
-# Texts and numbers of the failure of a worker that its event holds, besides rank and cause.
+# The fields of a `worker_failed` event besides rank and cause: those with a text, and those with a number.
 _FACTS, _NUMBERS = ("kind", "phase", "place", "then"), ("in_step", "micro_batch", "fit")
 
 Say = Callable[[str, str], None]  # (kind, text): show a line on the console of node 0
@@ -25,7 +25,7 @@ Say = Callable[[str, str], None]  # (kind, text): show a line on the console of 
 
 @dataclasses.dataclass
 class Member:
-    """A node that has joined. `id` is new for each launcher, `about` is what the launcher says of itself."""
+    """A node that has joined. `id` is new for each launcher. `about` has the facts that the launcher sent about its node."""
 
     id: str
     about: dict[str, Any]
@@ -33,7 +33,7 @@ class Member:
     heard: float  # when its last line arrived, or when its connection broke
     offer: Any = None  # what node 0 tells all nodes at the beginning of the round
     wants: bool = False  # whether it waits for the next round
-    is_regroup: bool = False  # whether it waits because its workers have saved and ended for that
+    is_regroup: bool = False  # whether its workers have saved and ended for the next round
     # Whether it was told that another node waits for the next round: "soon" if its workers are about to end, else "now".
     asked: str = ""
 
@@ -44,7 +44,7 @@ class Member:
 
 
 def name_of(about: Mapping[str, Any]) -> str:
-    """Return the host name and address of a node from what it says of itself."""
+    """Return the host name and address of a node from the facts that it sent about itself."""
     return f"{about['name']}, {about['address']}" if about.get("address") else str(about["name"])
 
 
@@ -57,7 +57,7 @@ class Rounds:
         start_timeout: seconds all nodes may take to join.
         node_timeout: seconds in which a lost node, or its replacement, must join again.
         say: shows a line on the console of node 0.
-        record: writes an event into the journal of node 0, with the time at which another node has written it, if it has.
+        record: writes an event into the journal of node 0. It also gets the time of the event if another node has written it.
     """
 
     def __init__(
@@ -72,8 +72,9 @@ class Rounds:
         self._last_call: float | None = None  # when the first round begins without all nodes
         self._taking_part: dict[int, str] = {}  # the nodes of the last round: node rank -> id of the launcher
         self._has_lost = False  # whether one of them was lost since
-        self._num_waiting = 0  # how many other nodes node 0 knows of
-        self._done: dict[int, tuple[str, int]] = {}  # by node rank: how the workers of a node ended, and the exit code
+        self._num_waiting = 0  # the number of waiting nodes that node 0 was last told
+        # By node rank: how the workers of a node ended, and the exit code.
+        self._done: dict[int, tuple[str, int]] = {}
         self._is_trained = False  # whether the workers of a node that is done have trained to the end
         # By node rank: a node that leaves on SIGTERM, how, and when the others are told.
         self._leaving: dict[int, tuple[Member, str, float]] = {}
@@ -83,10 +84,10 @@ class Rounds:
         self._is_all_done = False
         self._end: dict[str, Any] | None = None  # the last message to every node
 
-    # ------------------------------------------------------------------ what nodes do
+    # ------------------------------------------------------------------ messages and losses of nodes
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Take what a node says: that it joins the next round, has failed, leaves on SIGTERM, or that its workers are done."""
+        """Handle a message of a node: it joins the next round, has failed, leaves on SIGTERM, or its workers are done."""
         member = self.members[rank]
         if message["op"] == "join":
             member.wants, member.offer, member.is_regroup = True, message["offer"], bool(message["is_regroup"])
@@ -99,7 +100,7 @@ class Rounds:
             self._finish(message["cause"], rank, code=message["code"], but=rank)
         elif message["op"] == "leaving":
             member.is_regroup = bool(message["is_regroup"])
-            # After a regroup the workers of the other nodes may still save.
+            # After a regroup, the workers of the other nodes may still be saving.
             patience = self._node_timeout if member.is_regroup else _LEAVING_S
             self._leaving[rank] = (member, message["how"], time.monotonic() + patience)
             if self._end_if_all_are_done():
@@ -117,7 +118,7 @@ class Rounds:
                     self._ask_for_a_round()
 
     def lose(self, rank: int, how: str, code: int = 1) -> Member:
-        """Take a node off the list and return it. Go on without it unless it has said before that its workers have ended."""
+        """Remove a node from the members and return it. If its end was not expected, decide how the run goes on without it."""
         is_expected, takes_part = self._is_all_done or self.may_go(rank), self.takes_part(rank)
         member = self.members.pop(rank)
         if not is_expected:
@@ -132,12 +133,12 @@ class Rounds:
             self._record("node_joined", node=rank, host=member.name)
 
     def replace_leaving(self, rank: int, launcher: str) -> None:
-        """Go on without the node `rank` if it leaves and `launcher` is another one of its rank."""
+        """Go on without the node `rank` if it is leaving and `launcher`, which now has this rank, is another launcher."""
         if rank in self._leaving and self._leaving[rank][0].id != launcher:
             self._let_go(rank)
 
     def brief(self, rank: int) -> None:
-        """Tell a node that has joined, or has connected again, how the run stands."""
+        """Send the state of the run to a node that has joined or reconnected."""
         if self._end is not None:
             self.send(self._end, rank)
         elif self._is_all_done:
@@ -175,10 +176,11 @@ class Rounds:
         for rank in ranks:
             member = self.members.get(rank)
             if member is not None and member.connection is not None:
-                with contextlib.suppress(OSError):  # reading shows the end too, after what the node sent before
+                # Reading also fails, but only after the messages that the node sent before.
+                with contextlib.suppress(OSError):
                     member.connection.send(**message)
 
-    # ------------------------------------------------------------------ how the run stands
+    # ------------------------------------------------------------------ state of the run
 
     @property
     def has_begun(self) -> bool:
@@ -186,11 +188,11 @@ class Rounds:
         return self._round > 0
 
     def takes_part(self, rank: int) -> bool:
-        """Return whether the launcher that has this rank takes part in this round. One that came later does not."""
+        """Return whether the launcher that has this rank takes part in this round. A launcher that joined later does not."""
         return rank in self.members and self._taking_part.get(rank) == self.members[rank].id
 
     def may_go(self, rank: int) -> bool:
-        """Return whether the launcher of a node may end: its workers have ended, or the run has."""
+        """Return whether the launcher of a node may end: its workers have ended, it leaves, or the run has ended."""
         return rank in self._done or rank in self._leaving or self._end is not None
 
     @property
@@ -205,7 +207,7 @@ class Rounds:
     # ------------------------------------------------------------------ decisions
 
     def _end_if_all_are_done(self) -> bool:
-        """Tell all nodes that the run has ended if the workers of each node of this round have."""
+        """If the workers of all nodes of this round have ended, tell all nodes that the run has ended. Return whether they have."""
         if not self._taking_part.keys() <= self._done.keys() | self._leaving.keys():
             return False
         self._is_all_done = True
@@ -214,7 +216,7 @@ class Rounds:
         return True
 
     def _record_failure(self, rank: int, failure: Any) -> None:
-        """Show and write down that a worker of another node has failed, once."""
+        """Show and record the failure of a worker of another node, each failure once."""
         if rank == 0 or not isinstance(failure, dict) or self._failures.get(rank) == failure:
             return
         self._failures[rank] = failure
@@ -229,11 +231,11 @@ class Rounds:
         return self._num_nodes - len(missing) >= self._min_nodes
 
     def _wants_another_round(self) -> bool:
-        """Return whether a node of this round wants another one, after a failure. Nodes that came later can wait."""
+        """Return whether a node of this round waits for another round. Nodes that joined later do not count."""
         return any(member.wants for rank, member in self.members.items() if self.takes_part(rank))
 
     def _is_complete(self) -> bool:
-        """Return whether a round can begin. In a run that has begun, a node that has not asked for the round yet is left out."""
+        """Return whether a round can begin. After the first round, nodes that joined later are not waited for."""
         awaited = [member for rank, member in self.members.items() if self.takes_part(rank) or not self._round]
         if self._leaving or not all(member.wants for member in awaited):
             return False
@@ -270,15 +272,15 @@ class Rounds:
     def _announce_newcomers(self) -> None:
         """Let node 0 know how many nodes wait until its workers have saved."""
         waiting = sum(member.wants and not self.takes_part(rank) for rank, member in self.members.items())
-        waiting = 0 if self._done else waiting  # their workers are not started again
+        waiting = 0 if self._done else waiting  # once a node is done, no round begins for newcomers
         if waiting != self._num_waiting:
             self._num_waiting = waiting
             self.send({"op": "waiting", "count": waiting}, 0)
 
     def _ask_for_a_round(self, *, is_regroup: bool = False) -> None:
-        """Let the nodes stop their workers and join the next round, because a node waits for it or is lost.
+        """Ask the nodes to stop their workers and join the next round, because a node waits for it or is lost.
 
-        If it waits because all workers have agreed to save and end (`is_regroup`), those of the other nodes end without being stopped.
+        If all workers have agreed to save and end (`is_regroup`), the nodes wait for the end of their workers instead.
         """
         if self._round == 0 or self._end is not None:
             return
@@ -331,12 +333,12 @@ class Rounds:
             self._ask_for_a_round()
 
     def _finish_because_done(self) -> None:
-        """End the run because workers are needed that have ended."""
+        """End the run, because workers that have already ended are needed again."""
         rank, (how, code) = next(iter(self._done.items()))
         self._finish(f"{how}, so the workers of the other nodes cannot be restarted", rank, code=code)
 
     def _finish(self, why: str, rank: int, code: int = 1, but: int | None = None) -> None:
-        """End the run on every node but `but`."""
+        """End the run on every node except `but`."""
         if self._end is None:
             self._end = {"op": "end", "why": why, "rank": rank, "code": code}
             self.send(self._end, *(each for each in self.members if each != but))

@@ -1,8 +1,8 @@
-"""The server on node 0 at which the launchers of all nodes join each other.
+"""The server on node 0 to which the launchers of all nodes connect.
 
 It runs in a thread of node 0's agent. Every node, node 0 included, keeps one connection to it (`node_link.py`). The server admits
 nodes and notices those that are lost; `node_rounds.py` decides when they start their workers. Every line is sealed with the secret
-that the nodes share (`seal.py`). Without a secret the seals only keep garbage out.
+that the nodes share (`seal.py`). Without a secret, the seals only detect garbage.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from distributed.launching.node_rounds import Member, Rounds, Say, name_of
 from distributed.launching.seal import Seal, SealedConnection
 from distributed.launching.sealed_listener import SealedListener
 
-BEAT_S = 1.0  # between two signs of life, in both directions
-LOST_AFTER_S = 10.0  # of silence: the node, or node 0, counts as lost
-_RECONNECT_S = 3.0  # for a launcher whose connection broke to connect again; a killed one never does
+BEAT_S = 1.0  # seconds between two heartbeats, in both directions
+LOST_AFTER_S = 10.0  # seconds of silence after which a node counts as lost
+_RECONNECT_S = 3.0  # seconds for a launcher to reconnect after its connection broke; a killed launcher never does
 _TICK_S = 0.25
-_FLUSH_S = 0.01  # between two attempts to send what a socket did not take
+_FLUSH_S = 0.01  # seconds between two attempts to send the rest of a message
 
-Check = Callable[[Mapping[int, Mapping[str, Any]]], str | None]  # why nodes, by node rank, cannot reach each other
+# Returns why the nodes cannot reach each other, or None.
+Check = Callable[[Mapping[int, Mapping[str, Any]]], str | None]
 
 
 def seals(secret: str, client: str, server: str) -> tuple[Seal, Seal]:
@@ -35,20 +36,20 @@ def seals(secret: str, client: str, server: str) -> tuple[Seal, Seal]:
 
 
 class NodeServer:
-    """Let the nodes of one run join each other.
+    """Connect the nodes of one run.
 
     Args:
         bound: the socket to listen on.
         secret: the shared secret, or "".
-        about: what node 0 says of itself; the other nodes must agree with its `same`.
-        welcome: what every node gets when it has joined.
+        about: the facts about node 0. The facts in `same` must be equal on all nodes.
+        welcome: the content of the message that every node gets when it has joined.
         start_timeout: seconds all nodes may take to join.
         node_timeout: seconds in which a lost node, or its replacement, must join again.
         min_nodes: the fewest nodes with which the run goes on; None: all.
         check: returns why the engine cannot connect the given nodes, or None. Called before a node joins a run that has begun.
         say: shows a line on the console of node 0. Called from the thread of the server.
-        record: writes an event into the journal of node 0, with the time at which another node has written it, if it has. Called from
-            the thread of the server.
+        record: writes an event into the journal of node 0. It also gets the time of the event if another node has written it.
+            Called from the thread of the server.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class NodeServer:
         self._members = self._rounds.members
         # By node rank, for launchers that are gone: whether the launcher was silent and may come back.
         self._vacant: dict[int, bool] = {}
-        # By node rank: a newcomer whose rank belongs to a node that is still there, until that node gives a sign of life or is lost.
+        # By node rank: a newcomer whose rank belongs to a connected node. It waits until that node sends a message or is lost.
         self._rivals: dict[int, tuple[SealedConnection, dict[str, Any]]] = {}
         self._selector = selectors.DefaultSelector()
         self._listener = SealedListener(self._selector, secret, self._admit, bound)
@@ -96,7 +97,7 @@ class NodeServer:
         while not self._is_closed.is_set():
             unsent = [each for member in self._members.values() if (each := member.connection) and each.has_unsent]
             for connection in unsent:
-                with contextlib.suppress(OSError):  # reading shows the end too
+                with contextlib.suppress(OSError):  # reading fails too
                     connection.flush()
             for key, _ in self._selector.select(_FLUSH_S if unsent else _TICK_S):
                 key.data(key.fileobj)
@@ -125,7 +126,10 @@ class NodeServer:
     # ------------------------------------------------------------------ connections
 
     def _admit(self, connection: socket.socket, hello: Mapping[str, Any]) -> None:
-        """Take a connection whose first line fits. It belongs to no node until it has answered with the server's own word."""
+        """Register a connection whose first line was accepted, and answer it with a random word of the server.
+
+        The connection belongs to no node until it sends a line that is sealed with this word.
+        """
         connection.setblocking(False)
         word = uuid.uuid4().hex
         sealed = SealedConnection(connection, *seals(self._secret, str(hello.get("word")), word))
@@ -209,7 +213,7 @@ class NodeServer:
         The lowest number that no launcher has had comes first. Those of silent nodes come last, because these may come back.
         """
         known = next((rank for rank, member in self._members.items() if member.id == launcher), None)
-        if known is not None:  # its connection broke before it knew
+        if known is not None:  # its connection broke before it received its number
             return known
         taken = self._rounds.taken
         free = [rank for rank in range(1, self._num_nodes) if rank not in taken]

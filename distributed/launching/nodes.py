@@ -25,7 +25,7 @@ _SIOCGIFCONF = 0x8912  # Linux's ioctl that lists the IPv4 addresses of all inte
 _ENTRY = struct.Struct("16s4x4s16x")  # struct ifreq on 64 bits: a name, and the address in a sockaddr_in
 _MAX_ENTRIES = 1024
 _MOST_NAMED = 8  # nodes in a line
-_RETRY_S = 0.5  # between two questions for a name
+_RETRY_S = 0.5  # seconds between two lookups of a name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Node:
     address: str | None  # the node's address on the route to `master_addr`; None if there is no route
 
     def to_dict(self) -> dict[str, str | None]:
-        """Return the fields as JSON has them."""
+        """Return the fields as a dictionary that can be converted to JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -64,7 +64,7 @@ def this_node(master_addr: str) -> Node:
 
 
 def wait_for_name(host: str, seconds: float, say: Callable[[], None]) -> bool:
-    """Wait until `host` resolves to an address, and return whether it did within `seconds`. Call `say` if it does not at once."""
+    """Wait until `host` resolves to an address, and return whether it did within `seconds`. Call `say` once if it must wait."""
     deadline, has_said = time.monotonic() + seconds, False
     while True:
         with contextlib.suppress(socket.gaierror):
@@ -79,11 +79,11 @@ def wait_for_name(host: str, seconds: float, say: Callable[[], None]) -> bool:
 
 
 def numbered(nodes: Mapping[int, Node]) -> list[Node]:
-    """Return the nodes in a list whose index is the node rank. A rank that is missing in `nodes` has a node with no problem."""
+    """Return the nodes in a list whose index is the node rank. A missing rank gets a placeholder that passes all checks."""
     if not nodes:
         return []
     first = next(iter(nodes.values()))
-    absent = Node("", "0.0.0.0", first.address)  # nothing listens there
+    absent = Node("", "0.0.0.0", first.address)  # the placeholder: nothing listens at this address
     return [nodes.get(rank, absent) for rank in range(max(nodes) + 1)]
 
 
@@ -100,9 +100,9 @@ def are_one_machine(nodes: Sequence[Node]) -> bool:
 
 
 def own_address(nodes: Sequence[Node], rank: int) -> str | None:
-    """Return the address at which the other nodes reach the node `rank`, which is this one, or None if it is not known.
+    """Return the address at which the other nodes reach this node, or None if it is not known. `rank` is this node's rank.
 
-    On node 0, `master_addr` may resolve to a loopback address. The address of node 0 on the route to another node then counts.
+    On node 0, `master_addr` may resolve to a loopback address. In this case, return the address on the route to another node.
     """
     own = nodes[rank].address
     if own is not None and not is_loopback(own):
@@ -115,7 +115,7 @@ def own_address(nodes: Sequence[Node], rank: int) -> str | None:
 
 
 def interface_environ(nodes: Sequence[Node], rank: int) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL on node `rank`, which is this one, listen where the other nodes reach it.
+    """Return the variables that make gloo and NCCL listen at an interface that the other nodes reach. `rank` is this node's rank.
 
     Return no variables if gloo listens there anyway, if all nodes are on one machine, or if the user has set gloo's interface.
     """

@@ -1,7 +1,6 @@
-"""Read what the workers write.
+"""Read the output and the events of the workers.
 
-The lines of a worker go to the log of its rank, those of rank 0 also to the console. The events of a worker go to the agent and
-the display.
+The lines of a worker go to the log of its rank. The lines of rank 0 also go to the console. Events go to the agent or the display.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class Pipe:
 class WorkerOutput:
     """Read every pipe of the workers, and the channel of the launcher, in one thread.
 
-    In that thread, `on_message` is called with what the agent must know, and `on_event` with the events that rank 0 shows.
+    In that thread, `on_message` is called with messages for the agent, and `on_event` with the events of rank 0 that are displayed.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""Rendezvous: how the agents of all nodes begin an attempt together, and what an engine opens so that its workers find each other.
+"""Rendezvous: the agents of all nodes begin an attempt together, and the workers of an engine find each other.
 
-Nothing that came over a socket is unpickled. One node needs no server, and nothing listens.
+Data that came over a socket is never unpickled. With a single node, there is no server and no open port.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EngineRendezvous(Protocol):
 
 
 def engine_rendezvous(name: str | None) -> EngineRendezvous | None:
-    """Return an instance of the class that a backend's registry entry names as "module:Class"."""
+    """Return an instance of the class `name`, which a registry entry gives as "module:Class", or None if `name` is None."""
     return None if name is None else cast(EngineRendezvous, pkgutil.resolve_name(name)())
 
 
@@ -128,7 +128,7 @@ class OneNode(RendezvousHandler):
         return None
 
     def fail(self, cause: str, code: int) -> None:
-        """Tell the other nodes that this one has failed for good."""
+        """Tell the other nodes that this one has failed and is not restarted."""
 
     def leave(self, how: str, *, is_regroup: bool) -> None:
         """Tell the other nodes that this one leaves the run and that they go on, as `NodeLink.leave` does."""
@@ -215,7 +215,7 @@ class ManyNodes(OneNode):
 
 
 def rendezvous_of(request: LaunchRequest, say: Say) -> OneNode:
-    """Return the rendezvous through which the agent of this node begins an attempt together with those of the others.
+    """Return the rendezvous through which the agent of this node begins attempts together with the agents of the other nodes.
 
     `say` shows a line on the console of this node; any thread may call it. Raises NodesEndedError if this node cannot join the others,
     ResourceError if node 0 cannot listen.
@@ -224,12 +224,12 @@ def rendezvous_of(request: LaunchRequest, say: Say) -> OneNode:
 
 
 def nodes_of(begun: Round) -> list[Node]:
-    """Return the nodes of a round in the order of their ranks. Raises TypeError if one describes itself in another form."""
+    """Return the nodes of a round in the order of their ranks. Raises TypeError if the facts about a node have another form."""
     return [Node.of(about) for about in begun.nodes]
 
 
 def _objection(engine: EngineRendezvous | None, nodes: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """Return why the engine cannot connect the workers of `nodes`, which are numbered by their node ranks, or None."""
+    """Return why the engine cannot connect the workers of `nodes`, or None. `nodes` maps node ranks to facts about the nodes."""
     if engine is None:
         return None
     try:
@@ -249,7 +249,7 @@ def _identity(request: LaunchRequest) -> str:
 
 
 def _about(request: LaunchRequest) -> dict[str, Any]:
-    """Return what this node says of itself. All nodes must agree in `same`."""
+    """Return the facts that this node sends about itself. The facts in `same` must be equal on all nodes."""
     same: dict[str, Any] = {
         "num_nodes": request.num_nodes,
         "min_nodes": request.min_nodes or request.num_nodes,

@@ -19,7 +19,7 @@ class Repeats:
         self._count = 0
 
     def count(self, failure: Failure) -> str:
-        """Count a failure, and return in words that it was repeated too often, or ""."""
+        """Count a failure. Return a message if the same failure came too often, else ""."""
         fit, step = failure.reached
         same = (failure.rank, failure.kind, failure.type, failure.signum, fit, step)
         is_known = fit > 0 and not failure.is_consequence

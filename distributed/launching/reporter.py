@@ -41,9 +41,9 @@ class Reporter:
         self.on_event(content)
 
     def set_verbose(self, verbose: bool) -> None:
-        """Show everything from now on, or only warnings and errors.
+        """Set whether everything is shown from now on, or only warnings and errors.
 
-        The script may differ from the command line in this.
+        The script may choose another value than the command line.
         """
         self._verbose = verbose
         if link() is not None or self._display is not None:
@@ -74,7 +74,7 @@ def failure_event(error: BaseException) -> dict[str, Any]:
 
 
 def report_before_abort(error: BaseException, rank: int) -> None:
-    """Tell the launcher that this worker raises `error`, if a library may abort the process before the worker's end can tell it."""
+    """Report `error` to the launcher now if a library may abort this process before the error is reported as usual."""
     channel = link()
     if channel is not None and may_abort(message_of(error)):
         phase = heartbeat().progress.phase.in_fit  # the error has not left the fit yet

@@ -1,4 +1,4 @@
-"""Define what a launcher is asked for (`LaunchRequest`) and what it hands to its workers (`Handover`), and let a worker read both.
+"""Define the request to a launcher (`LaunchRequest`) and the data that it gives to its workers (`Handover`).
 
 Imports no framework.
 """
@@ -34,12 +34,12 @@ _FOR_ANY_SCRIPT = frozenset({
 })  # fmt: skip
 
 
-# What travels to a worker
+# Data for a worker
 
 
 @dataclasses.dataclass(frozen=True)
 class Handover:
-    """What the launcher hands to a worker: the settings given outside the script, and the number of this attempt."""
+    """The data that the launcher gives to a worker, such as the settings given outside the script."""
 
     overrides: Overrides
     run_dir: str | None = None
@@ -106,7 +106,7 @@ _from_launcher = _FromLauncher()
 
 
 def handover() -> Handover | None:
-    """Return what the launcher handed to this worker, for its Trainer, or None without a launcher.
+    """Return the data that the launcher gave to this worker, or None without a launcher. Only a Trainer calls this.
 
     The first call removes the variable DISTRIBUTED_CONFIG from the environment.
     """
@@ -115,7 +115,7 @@ def handover() -> Handover | None:
 
 
 def overrides_for_script(*names: str) -> Overrides:
-    """Return those of the settings `names` that were given outside the script, for a script without a Trainer."""
+    """Return the values of the settings `names` that were given outside the script. For a script without a Trainer."""
     found = _handover()
     _from_launcher.asked.update(names)
     if found is None:
@@ -134,7 +134,7 @@ def _handover() -> Handover | None:
 def outside_settings(received: Handover | None = None) -> Overrides:
     """Return the settings that a Trainer in this process gets from outside, and the script of this process.
 
-    `received` is what `handover` has returned, if it was called.
+    `received` is the value that `handover` returned, if it was called.
     """
     if _from_launcher.of_call is not None:
         return _from_launcher.of_call
@@ -144,7 +144,7 @@ def outside_settings(received: Handover | None = None) -> Overrides:
 
 @contextlib.contextmanager
 def calling(overrides: Overrides) -> Iterator[None]:
-    """Make `overrides` what `outside_settings` returns within the block."""
+    """Make `outside_settings` return `overrides` within the block."""
     before, _from_launcher.of_call = _from_launcher.of_call, overrides
     try:
         yield
@@ -165,7 +165,7 @@ def running_script() -> Overrides:
 def unused_settings() -> list[str]:
     """Return the settings given outside the script that nothing in this worker has asked for.
 
-    A backend that divides the model among the processes is one of them: it has only started the workers.
+    They include a backend that divides the model among the processes, because it has only started the workers.
     """
     from distributed.config.registry import REGISTRY
 
@@ -280,7 +280,7 @@ class LaunchRequest:
 
     @property
     def may_leave(self) -> bool:
-        """Return whether the other nodes go on after a SIGTERM to this one. Node 0 ends the run."""
+        """Return whether the other nodes go on after a SIGTERM to this node. A SIGTERM to node 0 ends the run."""
         return self.node_rank > 0 and (self.min_nodes or self.num_nodes) < self.num_nodes
 
     def to_json(self) -> str:

@@ -1,4 +1,4 @@
-"""Sign and check the lines that launchers exchange with each other and with Ray's workers. Each is an HMAC and JSON."""
+"""Sign and check the lines that launchers exchange with each other and with Ray's workers. A line has an HMAC and a JSON object."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Seal:
 
 
 class SealedConnection:
-    """A connection whose lines both ends seal, each direction with a seal of its own. One thread reads; senders take turns."""
+    """A connection on which every line is sealed, with one seal per direction.
+
+    Only one thread may read. Several threads may send, but only one at a time.
+    """
 
     def __init__(self, connection: socket.socket, sends: Seal, reads: Seal) -> None:
         self.socket, self._sends, self._reads = connection, sends, reads

@@ -29,7 +29,7 @@ class SealedListener:
     """Accept connections in the thread that runs `selector`.
 
     `admit` is called with each connection whose first line is sealed with `secret`, and with the message in that line. All other
-    connections are closed and counted. `bound` is a socket that is bound already; by default there is a new one.
+    connections are closed and counted. `bound` is a socket that has an address already; by default, a new socket is created.
     """
 
     def __init__(

@@ -58,7 +58,7 @@ def bind(attempt: str) -> None:
     """Bind the signatures of `messages` in this process to `attempt`.
 
     From now on, messages that were signed in an earlier attempt with the same secret are refused. Every rank must pass the
-    same `attempt`, and nobody may be able to know it in advance.
+    same `attempt`, and it must not be predictable.
     """
     _bound["attempt"] = attempt
 

@@ -17,7 +17,7 @@ class SlowCheck:
     Args:
         run: the run directory, whose journal gets an event.
         display: shows the warning.
-        board: what the workers say.
+        board: the progress and the times of the workers.
         node: the name of this node, if there are several.
     """
 
@@ -32,7 +32,7 @@ class SlowCheck:
         self._watch = SlowWatch()
 
     def look(self, ranks: Mapping[int, int]) -> None:
-        """Name a worker that is slow. `ranks` has the ranks of the workers to look at, by local rank."""
+        """Report a worker that is slow. `ranks` maps the local rank of each worker to check to its rank."""
         found = self._watch.look({index: self._board.spent(index) for index in ranks})
         if found is None or ranks[found.key] in self._named:
             return

@@ -1,4 +1,4 @@
-"""Decide from the times that the workers of one node spend whether one of them slows the others down. Depends on no clock and no process."""
+"""Decide from the times of the workers of one node whether one of them slows the others down. Uses no clock and no process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 from distributed.launching.heartbeat import Spent
 
-FACTOR = 2.0  # how many times the median of the other ranks a rank needs if it is slow
-UPDATES = 50  # number of updates in a row in which it needs that
-_WINDOWS = 5  # parts of these, in each of which it needs that: a few very slow updates are none
+FACTOR = 2.0  # a slow rank needs at least this many times the median of the other ranks
+UPDATES = 50  # number of updates in a row in which a rank must be slow
+_WINDOWS = 5  # the updates are divided into so many windows; a rank must be slow in each, because a few slow updates do not count
 _WINDOW = UPDATES // _WINDOWS
 _LEAST_S = 1.0  # seconds by which the rank must have delayed the others before it is named
 
@@ -46,8 +46,8 @@ class SlowRank:
     Attributes:
         key: the key of the rank.
         updates: the number of updates in a row in which it was slow.
-        own_s: its seconds per update in these, without waiting for other ranks.
-        others_s: the median of those of the other ranks.
+        own_s: its seconds per update in these updates, without waiting for other ranks.
+        others_s: the median of the same time of the other ranks.
         data, compute, communication: the shares of its time, which add up to 1.
     """
 
@@ -91,8 +91,8 @@ class SlowWatch:
     """Watch the times of the workers of an attempt.
 
     All ranks of a training need the same time for an update, because they wait for each other. The watch therefore compares the time
-    that a rank needs itself: for its data, and for its passes without the waiting. If the engine does not measure the waiting, the
-    rank that waits least is taken as the measure for the passes of all ranks, so that only slow data is noticed.
+    without waiting: data and compute. If the engine does not measure the waiting, the compute time of every rank is taken to be the
+    shortest time of all ranks from the batch to the end of the update. In this case, only slow data is noticed.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ _PY_SPY_S = 5.0
 _POLL_S = 0.05
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _STDLIB = (sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib/python")
-# The states of a process that cannot answer, as /proc has them. It may leave the last one at any moment.
+# State letters in /proc of processes that cannot answer. A process may leave the state D at any moment.
 _STOPPED = ("T", "t")
 _STATES = {
     "T": "it is stopped (SIGSTOP)",
@@ -79,7 +79,7 @@ def line_in_script(stacks: str) -> str:
 
 
 def waits(stacks: str) -> bool:
-    """Return whether the main thread waits for other ranks: in a library's code for that, or in this package itself."""
+    """Return whether the main thread waits for other ranks, either in a library that communicates or in this package itself."""
     inside = list(itertools.takewhile(lambda frame: not is_users(frame[0]), _frames(stacks)))
     files = [part for entry in REGISTRY.values() for part in entry.waits_in]
     return bool(inside) and (is_ours(inside[0][0]) or any(part in name for name, _, _ in inside for part in files))

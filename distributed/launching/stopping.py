@@ -1,4 +1,4 @@
-"""Stop signals of a launcher: how its select loop sees them, and how long the workers then have."""
+"""Deliver stop signals to the select loop of a launcher, and limit the time that the workers have to end."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Stop:
 
     def add(self, number: int) -> bool:
         """Record a stop signal. Return True if it is the first one, which is to be sent to the workers."""
-        if number == signal.SIGHUP:  # the terminal was closed, so that nobody can send another signal
+        if number == signal.SIGHUP:  # treated as SIGTERM: the terminal was closed
             number = signal.SIGTERM
         is_first = not self.signum
         if is_first:

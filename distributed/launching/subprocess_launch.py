@@ -79,10 +79,10 @@ def run_launcher(
 
 
 def run_command(arguments: Sequence[str], output: IO[bytes]) -> int:
-    """Run `python ARGUMENTS` with both its streams in `output`. Return its exit code. The command dies with this process.
+    """Run `python ARGUMENTS` with standard output and error in `output`. Return its exit code. It dies with this process.
 
-    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to the command. If one of them was SIGINT, KeyboardInterrupt is raised
-    when the command has ended.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to the command. When the command has ended, KeyboardInterrupt is raised if
+    one of them was SIGINT, and SystemExit if only others came.
     """
     seen: list[int] = []
     parent = os.getpid()
@@ -140,7 +140,7 @@ def _passed_on(process: subprocess.Popen[bytes], seen: list[int]) -> Iterator[No
 def _start(
     request: LaunchRequest, inherits_out: bool, inherits_err: bool, names: Sequence[str]
 ) -> tuple[subprocess.Popen[bytes], dict[str, IO[bytes]]]:
-    """Start a launcher, and return it with a pipe from it for each of the request's fields `names`.
+    """Start a launcher. Return its process, and one pipe from it for each field of the request in `names`.
 
     The launcher reads its request from standard input, so that a killed caller leaves no file behind.
     """
@@ -170,7 +170,7 @@ def _start(
 def _is_own_descriptor(stream: TextIO, fd: int) -> bool:
     """Return whether `stream` is the stream with descriptor `fd` that this process was started with.
 
-    The stream of a notebook is not, even if its `fileno` returns `fd`.
+    Return False for the stream of a notebook, even if its `fileno` returns `fd`.
     """
     if stream is not (sys.__stdout__ if fd == 1 else sys.__stderr__):
         return False

@@ -1,6 +1,6 @@
 """Collect what is known of the workers of one attempt, and decide: still at work, done, to be restarted, or over.
 
-This module depends on no engine and on no way of starting processes. The agent and every other launcher use it.
+This module does not depend on an engine or on how processes are started. The agent and all other launchers use it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from distributed.runs.log_tail import abort_message
 from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import add_warning, close_results, is_training, resume_lines
 
-# Seconds to wait for a failure that explains more, after the first sign of a failure, by the weight of the first one. A lost
-# connection is a consequence of something that another rank, or the kernel, is about to report.
+# Seconds to wait after a first failure for another one that explains more, by the lowest `Failure.weight` so far. After a lost
+# connection, another rank or the kernel usually reports the cause soon.
 _SETTLE_S = {0: 0.1, 1: 0.5, 2: 1.0}
 # Seconds for the other ranks to end after a rank died during a stop: without the dead rank they cannot save together.
 _ORPHANED_STOP_S = 5.0
@@ -43,7 +43,7 @@ class Verdict(enum.Enum):
     AT_WORK = "at work"
     DONE = "done"
     RESTART = "restart"
-    REGROUP = "regroup"  # to be started again in another number, which is no restart after a failure
+    REGROUP = "regroup"  # to be started again with another number of workers; not a restart after a failure
     OVER = "over"  # failed or stopped, and not to be restarted
 
 
@@ -101,15 +101,15 @@ class Verdicts:
         self.is_done = False
         self.trains = False  # whether a fit has begun in this attempt, in a run whose number of workers may change
         self.has_saved = False  # whether this attempt has saved a checkpoint
-        self.shared: Path | None = None  # a directory that all nodes share, although not the run directory
+        self.shared: Path | None = None  # a directory that all nodes share, other than the run directory
         self._is_regrouping = False  # whether the next attempt has another number of workers
         # When the first worker ended so that another number of them can start.
         self._regrouping_since: float | None = None
         self._repeats = Repeats()
         self._micro_batches: dict[int, int] = {}  # the newest limit of `auto_micro_batch` by the number of the fit
         self.environ: dict[str, str] = {}  # more variables of the workers of the next attempt
-        self._had_more = False  # whether the attempt that failed had the variables that say more about its failure
-        self.is_free = False  # whether the restart on which `judge` decided last does not count for `max_restarts`
+        self._had_more = False  # whether the failed attempt already had the variables of `retry_environ`
+        self.is_free = False  # whether the last restart that `judge` decided on does not count for `max_restarts`
         # Looks for a worker that hangs, when all failures are lost connections. May return None.
         self.find_hang: Callable[[], Failure | None] = lambda: None
 
@@ -142,7 +142,7 @@ class Verdicts:
             return
         if not is_regroup:
             self._run.event("restarted", restart_count=attempt)
-        elif not is_written:  # by the main process, when it saved
+        elif not is_written:  # otherwise the main process wrote it when it saved
             self._run.event("regrouped", restart_count=attempt)
 
     def wait_for_ends(self) -> None:
@@ -249,7 +249,8 @@ class Verdicts:
             if all(failure.is_consequence for failure in failures):
                 failures += [rank.left() for rank in self._ranks.values() if rank.status == 0]
         cause = root_cause(failures)
-        if cause.is_consequence and not self.stop_signal:  # ranks that have waited too long report that
+        # A rank that has waited too long also reports a lost connection.
+        if cause.is_consequence and not self.stop_signal:
             cause = self.find_hang() or cause
         return self._failed(self._explained(cause), restarts_left, max(1, killed))
 
@@ -277,7 +278,7 @@ class Verdicts:
         return bool(failed)
 
     def _is_regroup_late(self) -> bool:
-        """Return whether workers have not ended within `timeout_s` after the first one that ended for another number of workers."""
+        """Return whether `timeout_s` has passed since the first worker ended so that another number of workers can start."""
         since = self._regrouping_since
         return since is not None and not self.stop_signal and time.monotonic() - since > self._request.timeout_s
 
@@ -359,14 +360,15 @@ class Verdicts:
         self._run.event("worker_failed", **self.failure)
 
     def _then(self, cause: Failure, restarts_left: int, left: int) -> str:
-        """Return in words what the launcher does after a failure: `left` is the number of processes with which a run goes on."""
+        """Return what the launcher does after a failure, as text. `left` is the number of processes that go on, or 0."""
         most = self._request.max_restarts
         variables = {} if self._had_more else retry_environ(cause.message)
         more = " ".join(f"{name}={value}" for name, value in variables.items())
         if left:
             return f"going on with {left} process{'es' * (left > 1)}"
         if restarts_left:
-            is_counted = not (cause.is_consequence and self._request.num_nodes > 1)  # it is not if a node was lost
+            # Not counted after the loss of a node.
+            is_counted = not (cause.is_consequence and self._request.num_nodes > 1)
             then = f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
             return f"{then} with {more}, to see the line" if more else then
         if cause.no_restart_because or cause.kind == "error" or self._had_more:
@@ -399,7 +401,7 @@ class Verdicts:
 
     @property
     def leaves(self) -> bool:
-        """Return whether only this node ends, after SIGTERM to its launcher. It does not if the workers of all nodes agreed on a stop."""
+        """Return whether only this node ends after a SIGTERM to its launcher. If all workers agreed on a stop, all nodes end."""
         if self.stop_signal != signal.SIGTERM or not self._request.may_leave or self.is_done:
             return False
         return all(rank.interrupted in (0, REGROUP_SIGNAL) for rank in self._ranks.values())
@@ -410,7 +412,7 @@ class Verdicts:
         return bool(self._ranks) and all(rank.interrupted == REGROUP_SIGNAL for rank in self._ranks.values())
 
     def expect_regroup(self) -> None:
-        """From now on, give the workers `timeout_s` to save and end so that another number of them can start."""
+        """Give the workers `timeout_s` from now on to save and end, so that another number of workers can start."""
         self._regrouping_since = self._regrouping_since or time.monotonic()
 
     # the end of the run
@@ -495,7 +497,7 @@ def in_words(cause: Failure) -> str:
         where = f" on {cause.node}" if cause.node else ""
         return f"rank {cause.rank}{where} lost the connection to another rank"
     message, _, rest = cause.message.partition("\n")
-    if rest and not may_abort(message):  # to such errors, a library adds the same lines of advice each time
+    if rest and not may_abort(message):  # libraries add the same lines of advice to each error of this kind
         message = cause.message
     text = f"{cause}: {message}" if cause.kind == "exception" and message else str(cause)
     return f"{text}; {cause.no_restart_because}" if cause.no_restart_because else text

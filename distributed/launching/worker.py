@@ -116,7 +116,7 @@ def _keep_sockets_in(directory: str) -> None:
 
 @contextlib.contextmanager
 def _before_hard_exit(act: Callable[[], None], on_event: OnEvent) -> Iterator[None]:
-    """Say where the script calls `os._exit`, which runs no other code at the end, and call `act` before `os._exit(0)`."""
+    """Report where the script calls `os._exit`, because this call skips all cleanup. Call `act` before `os._exit(0)`."""
     leave, worker = os._exit, os.getpid()
 
     def leave_with_word(status: int) -> NoReturn:

@@ -47,7 +47,7 @@ class WorkerServer:
         return self._process.poll() is None
 
     def launch(self, request: LaunchRequest, output: int, on_epoch: Callable[[EpochMetrics], None]) -> int:
-        """Run `request` to its end with both streams in the descriptor `output`. Return the exit code.
+        """Run `request` until it has ended, with standard output and error in the descriptor `output`. Return the exit code.
 
         `on_epoch` is called in this thread with the metrics of each finished epoch. If it raises, the workers end as after SIGTERM,
         and the error is raised here when they have ended.

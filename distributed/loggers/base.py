@@ -1,4 +1,4 @@
-"""What a logger is, and what it may know of a fit."""
+"""Base classes of loggers, and the facts about a fit that a logger gets."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Watched(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LoggedFit:
-    """What a logger may know of a fit before its first step."""
+    """Facts about a fit that a logger gets before the first step."""
 
     run: RunDirectory
     merged: MergedConfig
@@ -80,9 +80,9 @@ class Tracker(Recorder):
     """A recorder that is also called after the end of a fit."""
 
     def close(self) -> None:
-        """Called after `result.json` was written, however the fit ended, on the ranks that have the logger.
+        """Close the logger. Called after `result.json` was written, however the fit ended.
 
-        Other ranks wait for it.
+        Only the ranks that have the logger call it. The other ranks wait for them.
         """
 
 

@@ -29,8 +29,8 @@ def make(fit: LoggedFit) -> list[Callback]:
 class CsvFile(Recorder):
     """RUN/metrics.csv, a copy of metrics.jsonl, whose logger comes before this one.
 
-    New rows are appended. If they have a new column, and when training begins, the whole file is written anew, so that it has
-    one header, and after a resume the rows of metrics.jsonl.
+    New rows are appended. The whole file is rewritten when training begins and when rows have a new column. So it always has
+    one header, and after a resume it has the rows of metrics.jsonl.
     """
 
     def __init__(self, source: Path) -> None:

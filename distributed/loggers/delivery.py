@@ -95,7 +95,7 @@ class Courier:
         self._wake.set()
 
     def finish(self, patience_s: float, limit_s: float = math.inf) -> bool:
-        """Deliver the rest, and return whether it was. Give up after `patience_s` for one call, or `limit_s` for all."""
+        """Deliver the rest, and return whether all was delivered. Give up after `patience_s` for one call, or `limit_s` for all."""
         began = self._moved_at = time.monotonic()
         self._is_finishing.set()
         self._wake.set()

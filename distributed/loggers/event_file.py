@@ -134,9 +134,9 @@ def _checksum(data: bytes) -> int:
 def _register_of_rows(data: bytes) -> int:
     """Return the register of the CRC after `data`, computed for all rows of `_ROW` bytes at once.
 
-    The register is linear: that of two parts is that of the first part, moved over as many zeros as the second part is long, plus
-    that of the second part alone. Zeros at the front change nothing if the register begins with 0, which it does if the first
-    four bytes are inverted.
+    The register is linear. The register of two parts is the XOR of two registers: that of the first part, moved over as many zeros
+    as the second part is long, and that of the second part alone. Zeros at the front change nothing if the register begins with 0.
+    The first four bytes are inverted, so that it does begin with 0.
     """
     import numpy
 

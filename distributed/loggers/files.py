@@ -137,8 +137,9 @@ def media_at(path: Path, step: int) -> dict[tuple[str, int], int]:
 def _is_before(line: bytes, state: TrainState) -> bool:
     """Return whether the row was written before `state`, so that it will not be written again.
 
-    Of the rows of this step, that of a validation will be written again if the state has no row of the step, and that of training
-    if the state still has sums for the next log line. Values that hooks have logged belong to either of them.
+    A row of a validation at this very step will be written again if the state has no row of the step. A row of training at this
+    step will be written again if the state still has sums for the next log line. Values that hooks have logged belong to either of
+    them.
     """
     try:
         row = json.loads(line)

@@ -1,4 +1,4 @@
-"""Keep what the user's code logs on this rank until the ranks next meet; how loggers record it belongs in their own files."""
+"""Keep what the user's code logs on this rank until the next reduction; how loggers record it belongs in their own files."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class Logged:
     ) -> None:
         """Begin a fit on `rank` in which the names `taken` are those of metrics.
 
-        Media are dropped unless it `takes_media`. `earlier` has the numbers of media that an earlier fit of the run has recorded, by
-        full name and step.
+        Media are dropped unless `takes_media` is true. `earlier` has the numbers of media that an earlier fit of the run has
+        recorded, by full name and step.
         """
         self._num_samples, self._pending, self._reductions = None, [], {}
         self._media, self._numbers = [], Counter(earlier)
@@ -74,7 +74,7 @@ class Logged:
 
     @contextlib.contextmanager
     def evaluating(self, rank: int, taken: Iterable[str]) -> Iterator[None]:
-        """Begin an evaluation for the `with` block. A fit in whose hook it runs goes on with what it has logged."""
+        """Begin an evaluation for the `with` block. A fit that runs it in a hook then continues with its own logged values."""
         before = dict(vars(self))
         self.begin(rank, taken)
         try:
@@ -156,7 +156,7 @@ class Logged:
                 raise ConfigError(f"log_rate({plain!r}, ...) was called outside of an update: call it in on_step_end")
             if plain in reported:
                 raise ConfigError(f"log({plain!r}, ...) has the name of a metric of the same step: rename one of them")
-            # The sums of a step are added up, so each value of which the largest is wanted has a name of its own.
+            # The sums of a step are added up, so each value that is reduced by "max" needs a name of its own.
             key = f"{name}{len(result.averages)}" if name.endswith(MAX) else name
             result.averages.append((key, *average))
         self._result = result
@@ -234,7 +234,7 @@ class Logged:
 def log(name: str, value: Any, reduce: str = "mean", *, on_every_rank: bool = False) -> None:
     """Log a value to the innermost fit or evaluation of this process.
 
-    A step that was sent to workers may hold a copy of its trainer, so the trainer that is asked does not matter.
+    A step that was sent to workers may hold a copy of its trainer, so it does not matter on which trainer `log` is called.
     """
     if not _receivers:
         raise ConfigError(

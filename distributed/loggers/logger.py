@@ -36,13 +36,13 @@ class LoggedRun:
 class Logger:
     """Base class of loggers for `Trainer(loggers=[...])`. Override the methods that you need.
 
-    `check` is called where the Trainer is made. All other methods are called in one thread of the main process, one after
-    the other and in the order of the run, so they may take their time: training never waits for them. What they have not
-    got yet is in a file of the run directory, and the next attempt at the run delivers it. After a kill, the newest calls
-    may be repeated.
+    `check` is called in every process that creates the Trainer. All other methods are called in one thread of the main
+    process, one after the other and in the order of the run. Training does not wait for them, so they may be slow. Calls
+    that were not made yet are kept in a file of the run directory, and the next attempt of the run makes them. After a kill,
+    the newest calls may be repeated.
 
     If a method raises an OSError, such as a ConnectionError, the call is repeated later. After any other error the call is
-    left out. Either is shown once as a warning, and training continues.
+    left out. The first error is shown as a warning, and training continues.
     """
 
     def check(self) -> None:

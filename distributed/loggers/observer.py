@@ -95,7 +95,7 @@ class Observer:
         """
         return None
 
-    # What `distributed.callbacks.base.Observed` says. Adapters that refuse the callbacks that need it do not override it.
+    # The interface `distributed.callbacks.base.Observed`. An adapter that refuses the callbacks that need it does not override it.
 
     def sampling(self, seed: int) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
         raise TrainingError("this engine draws no samples in hooks")

@@ -39,7 +39,7 @@ def check_libraries(merged: MergedConfig) -> None:
 
 
 def named_loggers(merged: MergedConfig) -> dict[str, Logger]:
-    """Return a new logger for each name in `loggers` that is one of a class.
+    """Return a new logger for each name in `loggers` that belongs to a class.
 
     Raises ConfigError if an installed package registers something else.
     """

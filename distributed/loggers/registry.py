@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class LoggerEntry:
-    """What the rest of the package may know of a logger without importing it.
+    """Facts about a logger that the rest of the package can read without importing it.
 
     Each field but `name` and `record` names a function; "" stands for one that does nothing.
 

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class WandbLogger(Logger):
     """One run at Weights & Biases for each run directory.
 
-    W&B's variables apply (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_ENTITY`). The project is that of the script if none is set. Without
-    an API key the run is kept offline, because a question on the terminal would stop training.
+    W&B's variables apply (`WANDB_MODE`, `WANDB_PROJECT`, `WANDB_ENTITY`). If no project is set, the name of the
+    script is used. Without an API key the run is kept offline, because a question on the terminal would stop training.
     """
 
     def check(self) -> None:

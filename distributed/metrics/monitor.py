@@ -16,7 +16,7 @@ from distributed.metrics.over_all import OverAll
 if TYPE_CHECKING:
     from distributed.state import Job
 
-PREFIX = "val_"  # of every metric of a validation set, outside of metrics.jsonl
+PREFIX = "val_"  # begins the name of every metric of a validation set, except in metrics.jsonl
 # Names that the rows of a run use in addition to the user's metrics.
 _OWN = frozenset({"loss", "learning_rate", "grad_norm", "samples_per_second", "step", "epoch", "time", "split"})
 _ALWAYS = ("learning_rate", "samples_per_second")  # every row has these and the loss
@@ -68,8 +68,8 @@ def check_monitor(merged: MergedConfig, prefixes: Sequence[str], job: Job | None
         job: the arguments of the Trainer, or None to check without the names of its metrics.
 
     Raises:
-        ConfigError: the monitor cannot be reported, or `monitor_mode` contradicts it or is needed. Or two metrics of
-            validation sets would have the same name, or a setting needs validation data.
+        ConfigError: the monitor cannot be reported, `monitor_mode` contradicts it or is missing, two metrics of validation sets
+            would have the same name, or a setting needs validation data.
     """
     config = merged.config
     if not prefixes:

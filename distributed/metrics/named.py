@@ -15,8 +15,7 @@ _EXAMPLE = 'pass a list, metrics=["accuracy"], or names and functions, metrics={
 def read_metrics(metrics: Any, *, has_training_step: bool) -> dict[str, Any]:
     """Return the metrics by name.
 
-    An entry of a list is called by its own name: that of a string is the string, that of an object its attribute `name`, and
-    that of a function the function's name.
+    The name of an entry in a list is the string itself, the attribute `name` of an object, or the name of a function.
 
     Raises:
         ConfigError: an entry is not a metric, has no name, or has the name of another one.

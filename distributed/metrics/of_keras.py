@@ -1,4 +1,4 @@
-"""Tell whether objects, classes and functions are of Keras. Imports no Keras."""
+"""Find out whether objects, classes and functions are defined in Keras. Imports no Keras."""
 
 from __future__ import annotations
 

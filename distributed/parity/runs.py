@@ -52,7 +52,8 @@ class ParityOptions:
     steps: int
     tolerance: float
     global_batch_size: int | None
-    settings: tuple[str, ...]  # KEY=VALUE for every run; an option of a backend is passed to runs of that backend only
+    # KEY=VALUE for every run; an option of a backend is passed to runs of that backend only
+    settings: tuple[str, ...]
     config: DistributedConfig  # `settings` as a configuration
     directory: Path  # the directory for all run directories
 
@@ -75,7 +76,7 @@ class Trained:
     weights: Mapping[str, numpy.ndarray[Any, Any]]
     losses: Mapping[
         tuple[Any, ...], float
-    ]  # (split, step), and the name of the validation set if there are several -> loss
+    ]  # (split, step) -> loss; with several validation sets, the key ends with the name of the set
     batch: BatchPlan
     step_s: float  # median seconds of an update
     batch_dependent: tuple[str, ...]
@@ -162,7 +163,8 @@ def read_run(directory: Path) -> Trained:
         losses={
             (row["split"], row["step"], *name.split("_")[:-1]): _number(value)
             for row in rows
-            if row["step"]  # the others begin at the first run's checkpoint of step 0
+            # Only the first run may have rows of step 0: the other runs start from its checkpoint of that step.
+            if row["step"]
             for name, value in row.items()
             if name == "loss" or name.endswith("_loss")
         },
@@ -185,7 +187,7 @@ def _batch(directory: Path) -> BatchPlan:
 
 
 def weights_of(checkpoint: Path) -> dict[str, numpy.ndarray[Any, Any]]:
-    """Return every tensor of the model in a checkpoint, unsharded, as float64, and averages of them beside their weights."""
+    """Return every tensor of the model in a checkpoint, unsharded, as float64. Averaged weights are named averaged/NAME."""
     parts = {"": checkpoint, f"{AVERAGED}/": checkpoint / AVERAGED}
     return {
         f"{prefix}{name}": _array(tensor)

@@ -35,7 +35,7 @@ def figures(run: RunData) -> dict[str, str]:
 
 
 def metrics_of(run: RunData, which: str) -> Mapping[str, Any]:
-    """Return the `best_metrics` or `final_metrics` of a run, without what is no metric."""
+    """Return the `best_metrics` or `final_metrics` of a run, without the entries that are not metrics."""
     hidden = ("epoch", "step", "grad_norm", "samples_per_second", "learning_rate", "validations")
     return {name: value for name, value in (run.result.get(which) or {}).items() if name not in hidden}
 

@@ -17,7 +17,7 @@ _ROWS, _LETTERS = 50, 20_000  # of a table and of a text
 
 
 def logged_sections(run: RunData) -> list[Section]:
-    """Return the section, or none if nothing of the kind was logged."""
+    """Return a list with the section, or an empty list if nothing was logged for it."""
     newest: dict[tuple[str, str], Record] = {}
     for record in run.media:
         newest[str(record.get("name")), str(record.get("rank"))] = record

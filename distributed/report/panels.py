@@ -43,7 +43,7 @@ EVENTS = {
     "finished": "finished",
 }
 _MANY_RANKS = 8
-_MANY_EVENTS = 1000  # at most so many events of one kind are drawn
+_MANY_EVENTS = 1000  # limit of the events of one kind that are drawn
 _MS = 1e3
 
 
@@ -162,8 +162,10 @@ def _events(runs: Sequence[RunData]) -> Panel:
 
 
 def _kinds(run: RunData) -> list[tuple[str, int | str | None]]:
-    """Return (kind, node) of the events of a run. The node is its number, or its name on a cluster that numbers none. It
-    is None if an event belongs to no node in particular."""
+    """Return the different pairs (kind, node) of the events of a run.
+
+    The node is a number, or a name on a cluster that does not number its nodes. It is None if an event belongs to no node.
+    """
     seen = {(event["event"], event.get("node")) for event in run.events if event["event"] in EVENTS}
     order = list(EVENTS)
     return sorted(seen, key=lambda each: (order.index(each[0]), each[1] is not None, str(each[1]).rjust(9)))
@@ -272,7 +274,7 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
 
 
 def _rank(run: RunData, name: str) -> str:
-    """Return the rank of a name such as `rank_3_s` in words, on several nodes with its node."""
+    """Return the label of a name such as `rank_3_s`: the rank and, if there are several nodes, its node."""
     rank = int(name[len("rank_") : -len("_s")])
     per_node = run.world_size // run.num_nodes
     return f"rank {rank}, node {rank // per_node}" if run.num_nodes > 1 and per_node else f"rank {rank}"

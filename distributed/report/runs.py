@@ -139,7 +139,7 @@ def _check(run: RunDirectory) -> None:
 
 
 def _read_records(path: Path, kinds: Mapping[str, Kind]) -> list[Record]:
-    """Return the JSON objects of the lines that have all values of `kinds`, and these values of the right kind.
+    """Return the JSON objects in the lines of a file that have all names in `kinds` with values of these kinds.
 
     Other lines are left out, such as a line that a killed writer left incomplete. Raises OSError or LimitError.
     """
@@ -154,7 +154,7 @@ def _has(record: Any, kinds: Mapping[str, Kind]) -> bool:
 
 
 def _metrics(record: Record) -> Record:
-    """Return a record without what is no metric. Null stands for a value that is not finite."""
+    """Return a record with only its metrics and the names in POSITION. None stands for a value that is not finite."""
     return {name: value for name, value in record.items() if value is None or is_number(value) or name in POSITION}
 
 

@@ -15,10 +15,10 @@ Curve = Sequence[tuple[float, float | None]]  # (step, value), in the order of t
 def sparkline(
     curve: Curve, steps: tuple[float, float], values: tuple[float, float], width: int, marks: str = BLOCKS
 ) -> str:
-    """Return `curve` in `width` characters, one for each part of the range `steps`.
+    """Return `curve` in at most `width` characters, one for each part of the range `steps`.
 
     A character shows the last value of its part, on the scale `values` from the lowest to the highest of `marks`. A part without a
-    value shows that of the part before it. What is before the first value and after the last one is blank.
+    value repeats the character before it. Parts before the first value are blank, and the text ends with the last value.
     """
     begin, end = steps
     columns: dict[int, str] = {}

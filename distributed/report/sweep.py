@@ -23,7 +23,7 @@ _NUM_TREES = 100
 _MIN_TRIALS = 8  # with fewer trials a random forest is meaningless
 _MAX_CURVES = 60
 _HUGE = 1e300  # numbers from here on are treated as words, because their differences may be infinite
-_FEW = 5  # if a parameter has at most so many values, all of them are written beside its axis
+_FEW = 5  # up to this number of values, all values of a parameter are written beside its axis
 
 
 @dataclasses.dataclass(frozen=True)

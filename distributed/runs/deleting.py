@@ -15,7 +15,7 @@ from distributed.runs.recorded import read_recorded
 from distributed.runs.remote import addresses_of
 from distributed.runs.summary import is_training
 
-# These make a directory that of a run. They are deleted last, so that a deletion that was cut off can be repeated.
+# A directory with one of these files counts as a run. They are deleted last, so that an interrupted deletion can be repeated.
 _LAST = ("config.yaml", "result.json", "events.jsonl", ".lock")
 
 
@@ -58,7 +58,7 @@ def _check_nested(path: Path) -> None:
 
 
 def delete_run(state: RunState) -> None:
-    """Delete the directory of a run with its checkpoints. Links in it are removed, and what they lead to remains.
+    """Delete the directory of a run with its checkpoints. Links in it are removed, but not their targets.
 
     Raises the errors of `check_deletable`, and ConfigError if a file cannot be removed.
     """
@@ -88,7 +88,7 @@ def _empty(path: Path) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of the files below `path`, without those that links lead to."""
+    """Return the total size of the files below `path` in bytes. Links are not followed."""
     total = 0
     for directory, _, names in os.walk(path):
         for name in names:

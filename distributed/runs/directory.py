@@ -26,10 +26,10 @@ from distributed.runs.processes import is_running
 
 _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before the first checkpoint
 _LOCK = ".lock"
-_PART = ".part"  # in the directory of another node than node 0
+_PART = ".part"  # file in the directory of a node other than node 0
 REMOTE = "remote.json"  # file with the address of the copy of the directory in object storage, if there is one
 JOB = "job"  # directory of the files for a scheduler, written before the run
-LEARNING_RATE = "learning-rate"  # directory of a learning rate finder below that of the run; further ones get a number
+LEARNING_RATE = "learning-rate"  # directory of a learning rate finder in the run directory; further ones get a number
 FAILURES = ("worker_failed", "node_failed", "not_started")  # events with the reason why workers failed or did not start
 _EVENT = {
     "event": TEXT, "time": SECONDS, "step": COUNT, "checkpoint": TEXT, "cause": optional(TEXT),
@@ -68,7 +68,7 @@ def _stem(script_name: str) -> str:
 
 
 class RunDirectory:
-    """The files of one run under `path`. Creating the object is cheap; no file is created before `check` or `event`."""
+    """The files of one run under `path`. Creating an instance is cheap and creates no file."""
 
     def __init__(self, path: str | os.PathLike[str], name: str = "run directory", flag: str = "--run-dir") -> None:
         self.path = Path(path)
@@ -129,21 +129,22 @@ class RunDirectory:
         self._prove_writable()
 
     def prove_part(self, whose: str) -> None:
-        """As `prove`, for the directory of a node that is not node 0, which says so unless it shares the directory of node 0.
+        """Create the directory of a node other than node 0, and prove that it can be written. Raises ConfigError if it cannot.
 
-        This process then locks the file that says so until it ends, see `part_holder`.
+        Unless the node shares the directory of node 0, write `whose` into a file and lock this file until this process ends (see
+        `part_of` and `part_holder`).
         """
         self.prove()
         if (self.path / _LOCK).exists():
             return
         fd = self._lock_fd = os.open(self.path / _PART, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        with contextlib.suppress(OSError):  # the launcher before may still be ending
+        with contextlib.suppress(OSError):  # the previous launcher may not have ended yet
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(fd, f"{whose}\n{_this_process()}\n".encode())
 
     @property
     def part_of(self) -> str:
-        """Return the node whose files are here if the run itself is on another one, else ""."""
+        """Return the text of `prove_part`, which names the node, or "" if this is the directory of the run itself."""
         if (self.path / _LOCK).exists():
             return ""
         try:
@@ -152,7 +153,7 @@ class RunDirectory:
             return ""
 
     def part_holder(self) -> str:
-        """As `holder`, for the launcher of a node that is not node 0 and does not share the directory of node 0."""
+        """Return who has locked the directory of a node other than node 0, or "" if nobody has (see `prove_part`)."""
         return _holder_of(self.path / _PART)
 
     def check_idle(self) -> None:
@@ -167,7 +168,7 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the lock of a run that has ended for the time of the `with` block, without changing a file.
+        """Hold the lock of a run that has ended during the `with` block, without changing a file.
 
         Raises ResourceError if a live run holds it.
         """
@@ -205,7 +206,7 @@ class RunDirectory:
     def holder(self) -> str:
         """Return who has locked the directory, without waiting and without touching the lock, or "" if nobody has.
 
-        A holder on another machine counts as long as it has not released the lock itself.
+        A process on another machine is returned even if it has ended, because its end cannot be seen from here.
         """
         return _holder_of(self.path / _LOCK)
 
@@ -251,12 +252,12 @@ class RunDirectory:
         return last_failure_of(self.read_events(begin))
 
     def largest_micro_batch(self, fit: int) -> int:
-        """Return how many samples a micro-batch of the fit with the number `fit` may have, so that it fits into memory. 0: any number."""
+        """Return the most samples per micro-batch with which the fit number `fit` fits into memory, or 0 if there is no limit."""
         events = [event for event in self.read_events() if event.get("fit") == fit]
         return min((each["micro_batch"] for each in events if "micro_batch" in each), default=0)
 
     def has_gone_on(self, checkpoint: str) -> bool:
-        """Return whether a launch has resumed from `checkpoint` since it was saved, when a callback stopped the run there."""
+        """Return whether a launch has gone on from `checkpoint`, at which a callback had stopped the run, since it was saved."""
         events = [event for event in self.read_events() if event.get("checkpoint") == checkpoint]
         decisive = [event for event in events if event["event"] == "checkpoint_saved" or "after" in event]
         return bool(decisive) and "after" in decisive[-1]
@@ -288,7 +289,7 @@ class RunDirectory:
         return f" (did you mean {str(runs[close[0]])!r}?)" if close else ""
 
     def _names(self) -> set[str]:
-        """Return the names in the directory, without what comes before the run: learning rate finders, the job, the address of the copy."""
+        """Return the names in the directory, without those that may exist before the run, such as a learning rate finder."""
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         return {name for name in names if name not in (REMOTE, _PART) and not re.fullmatch(rf"{JOB}|{LEARNING_RATE}(-\d+)?", name)}
 
@@ -350,7 +351,10 @@ def _this_process() -> str:
 
 
 def _holder_of(file: Path) -> str:
-    """Return the last line of a file that a process on this machine has locked, or that one on another machine has written, else ""."""
+    """Return the process that the last line of a lock file names, or "" if the file is missing or that process has released it.
+
+    The release is only known for a process on this machine.
+    """
     try:
         text = file.read_text(errors="replace").strip().rpartition("\n")[2]
         inode = file.stat().st_ino

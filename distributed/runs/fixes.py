@@ -1,4 +1,4 @@
-"""Name what to try after a failure, in sentences of docs/troubleshooting.md. A test compares them with the page."""
+"""Suggest fixes after a failure, in sentences of docs/troubleshooting.md. A test compares them with the page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""History: what `fit` returns."""
+"""History: the result of `fit`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(repr=False)
 class History:
-    """Hold what `fit` returns: one row per epoch (also for an epoch that `max_steps` cut off) and the best values.
+    """The result of `fit`: one row per epoch (also for an epoch that `max_steps` cut off) and the best values.
 
     With `validate_every_n_steps` or `validate_every_s` there is one row per validation instead.
 
@@ -51,9 +51,9 @@ class History:
 
     @property
     def best_accuracy(self) -> float:
-        """The best `val_accuracy`, or the best of several validation sets, or the best training `accuracy` if nothing was validated.
+        """The best validation accuracy of all validation sets, or else the best training `accuracy`.
 
-        NaN without any of them.
+        NaN if there is neither.
         """
         best = self.best_metrics
         of_sets = [value for name, value in best.items() if name.startswith("val_") and name.endswith("_accuracy")]

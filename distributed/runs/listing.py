@@ -1,4 +1,4 @@
-"""The state of a run, read from the files in its directory, also while the run goes on. For lists of runs, so it reads little."""
+"""Read the state of a run from the files in its directory, even while the run is active. It reads little, for lists of runs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RunState:
     restarts: int
     host: str  # the other machine on which the run goes on, or ""
     part_of: str = ""  # the node whose part of the run this is, such as "node 1 of a run of 10.0.0.1"; "" for the run itself
-    ranks: tuple[int, ...] = ()  # that have a log here, in a part of a run
+    ranks: tuple[int, ...] = ()  # ranks that have a log here, for a part of a run only
 
     @property
     def is_over(self) -> bool:
@@ -76,7 +76,7 @@ def list_runs(directory: Path) -> list[RunState]:
 
 
 def _listed(path: Path) -> RunState:
-    """Return the state of the run in `path`. One that cannot be read does not keep the others from being listed."""
+    """Return the state of the run in `path`, with the status `UNREADABLE` if it cannot be read."""
     try:
         return read_state_of(path)
     except ConfigError as error:
@@ -88,7 +88,7 @@ def _listed(path: Path) -> RunState:
 
 
 def read_state_of(path: Path) -> RunState:
-    """Return the state of the run in `path`, or what a node that is not node 0 knows of the run, if `path` is its directory.
+    """Return the state of the run in `path`. In the directory of a node other than node 0, it is the state known to that node.
 
     Raises ConfigError if `path` is not a run directory, or has a file that no run can have written.
     """
@@ -102,7 +102,7 @@ def read_state_of(path: Path) -> RunState:
         raise ConfigError(f"{error.filename!r} cannot be read ({error.strerror}): check its permissions") from None
     began = events[0]["time"] if events else path.stat().st_mtime
     starts = [index for index, event in enumerate(events) if event["event"] == "started"]
-    # The failure of an earlier attempt is not that of the run.
+    # A failure of an earlier attempt is not reported.
     failed, holder = last_failure_of(events[starts[-1] if starts else 0 :]) or {}, holder_of(path)
     restarts, part = sum(event["event"] == "restarted" for event in events), run.part_of
     if part:
@@ -121,7 +121,7 @@ def read_state_of(path: Path) -> RunState:
 
 
 def _result_of_part(events: Sequence[Mapping[str, Any]], *, is_running: bool) -> dict[str, Any]:
-    """Return what the journal of a node that is not node 0 tells, under the names of result.json."""
+    """Return the facts in the journal of a node other than node 0, under the names of result.json."""
     started: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] == "started"), {})
     end = next((event["event"] for event in reversed(events) if event["event"] in ("started", *_ENDS)), "")
     open_status = "running" if started else "starting"

@@ -12,8 +12,8 @@ _TAIL_BYTES = 64 * 1024
 _MOST_TEXT = 4000  # characters of a line
 _MOST_MESSAGE = 300  # characters of a message of C++
 _CRASH = "Fatal Python error: "  # begins the stacks that a worker writes when a signal such as SIGSEGV ends it
-# std::terminate of libstdc++ writes the message of the exception behind this word. Messages of some libraries begin with the line of
-# C++ in brackets, which is left out.
+# std::terminate of libstdc++ writes the message of the exception after this word. Messages of some libraries begin with the source
+# location in brackets, which is left out.
 _WHAT = re.compile(r"what\(\):\s+(?:\[.*?\] )*(.+)")
 
 

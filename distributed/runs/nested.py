@@ -16,10 +16,13 @@ _HOLDER = re.compile(r"process \d+ on \S+")  # another program may have a .lock 
 
 
 def holder_of(path: Path) -> str:
-    """Return who has locked the run, or the nearest directory above a run that has no lock of its own, or ""."""
+    """Return who has locked the run at `path`, or "" if nobody has.
+
+    If the run has no lock of its own, the lock of the nearest directory above it counts.
+    """
     run = RunDirectory(path)
     holder = run.holder()
-    # A trial of a search has a lock: it may have been killed while the search goes on.
+    # A trial of a search has its own lock, because it may have been killed while the search goes on.
     if holder or (run.was_locked and not _PART.fullmatch(path.name)):
         return holder
     return next((holder for _, holder in _holders_above(path)), "")

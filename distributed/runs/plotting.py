@@ -23,7 +23,7 @@ _VAL = "val_"
 
 
 def plot_history(history: History, path: str | Path | None = None) -> Figure:
-    """Draw the loss over the epochs, and beside it every other metric, with training and validation apart.
+    """Draw the loss over the epochs, and beside it all other metrics. Curves of validation are dashed.
 
     Return the matplotlib figure, which a notebook shows as the value of a cell.
 

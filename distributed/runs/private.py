@@ -1,4 +1,4 @@
-"""Directories whose files are run as code, such as the caches of compilers: no other user may be able to write there."""
+"""Create and check directories whose files are run as code, such as compiler caches. No other user may write there."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _WRITABLE, _BY_EVERYBODY, _BY_GROUP = stat.S_IWGRP | stat.S_IWOTH, stat.S_IWOTH,
 def own_directory(path: Path) -> str | None:
     """Create the directory `path` and its missing parents with mode 0700, if it does not exist.
 
-    Return in a few words why the content of the directory can come from another user, or None if it can only come from this user
-    or root. An existing empty directory of this user gets mode 0700 and then counts as a new one.
+    Return a short reason why its content may come from another user, or None if it can only come from this user or root. An
+    existing empty directory of this user gets mode 0700 and then counts as a new one.
     """
     try:
         _make(path)

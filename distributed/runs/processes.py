@@ -44,7 +44,7 @@ class _Interrupts:
 
 
 def keep_interrupts() -> None:
-    """From now on, record Ctrl-C, so that `raise_kept` raises one that was swallowed. Main thread only."""
+    """Record Ctrl-C from now on, so that `raise_kept` can raise it again if it was swallowed. Main thread only."""
     signal.signal(signal.SIGINT, _Interrupts())
 
 
@@ -115,7 +115,7 @@ def leave(code: int) -> NoReturn:
 
 
 def _end_at_once(code: int) -> None:
-    """Run the other exit functions, and end this process. If a stream cannot be flushed, leave it to Python to say so."""
+    """Run the other exit functions, and end this process. If a stream cannot be flushed, let Python report the error."""
     try:
         for stream in _streams():
             stream.flush()
@@ -127,8 +127,10 @@ def _end_at_once(code: int) -> None:
 
 
 def finish() -> None:
-    """Do what the interpreter does at its end, except that it clears no module: wait for threads, call the exit functions, flush
-    the streams of Python and of C."""
+    """Wait for threads, call the exit functions, and flush the streams of Python and of C.
+
+    The interpreter does the same at its end, but also clears the modules.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     flush()

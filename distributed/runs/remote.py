@@ -36,7 +36,7 @@ class RemoteRun:
 
     @classmethod
     def of(cls, path: Path) -> RemoteRun | None:
-        """Return the copy of the run at `path`, or of the run that a further trainer's directory `path` is in, or None."""
+        """Return the copy of the run at `path`, or None. `path` may also be the directory of a further Trainer in the run."""
         for directory in (path, path.parent):
             if address := _record(directory).get("address"):
                 return cls(directory, str(address))
@@ -50,7 +50,7 @@ class RemoteRun:
     def push(self) -> None:
         """Upload the files that have changed since the last call, without checkpoints. Raises StorageError if this fails."""
         objects = Objects(self.address)
-        snapshot = self.path / _SNAPSHOT  # of a file, which may grow during the upload
+        snapshot = self.path / _SNAPSHOT  # a copy of one file, because the file may grow during the upload
         try:
             # The journal comes last: it is never newer in the storage than the files beside it.
             for name, file in sorted(_files(self.path), key=lambda each: each[0] == _JOURNAL):
@@ -65,7 +65,7 @@ class RemoteRun:
 
 
 def directory_of(run_dir: str | None) -> str | None:
-    """Return the directory of this machine in which the run of `run_dir` works: `run_dir` itself, unless it is an address.
+    """Return the local directory for `run_dir`: a directory below `runs` if it is an address, else `run_dir` itself.
 
     Raises ConfigError for an address that is wrong, ResourceError if its library is missing.
     """
@@ -145,7 +145,7 @@ def _take(run_dir: str, resume: bool) -> None:
     journal = directory / _JOURNAL
     # The journal only grows, so the longer one is the newer one.
     if resume and sizes.get(_JOURNAL, 0) > (journal.stat().st_size if journal.exists() else -1):
-        # The journal comes last: if the download is cut off, the next one does not take its files for complete.
+        # The journal comes last, so that the next download is not skipped if this one is interrupted.
         for name in sorted(sizes, key=lambda name: (name == _JOURNAL, name)):
             if _CHECKPOINTS not in Path(name).parts and not name.endswith("/"):
                 _download(objects, name, directory)

@@ -1,4 +1,4 @@
-"""Choose and sort runs by what their files say: columns of the list, metrics, settings and hyperparameters."""
+"""Choose and sort runs by the values in their files: columns of the list, metrics, settings and hyperparameters."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def select(runs: Sequence[RunState], conditions: Iterable[RunFilter]) -> list[Ru
 
 
 def in_order(runs: Sequence[RunState], name: str = _STARTED, is_reversed: bool = False) -> list[RunState]:
-    """Return the runs, the newest, best or smallest first, as `name` says. Runs without a value come last, also if `is_reversed`.
+    """Return the runs sorted by `name`, the newest, best or smallest first. Runs without a value always come last.
 
     Raises ConfigError if `name` is nothing that a run has.
     """
@@ -119,8 +119,8 @@ def _is_sortable(value: Any) -> bool:
 def values_of(runs: Sequence[RunState], name: str, where: str) -> dict[int, Any]:
     """Return the value of `name` in each run by the `id` of the run, None if the run does not have it.
 
-    `name` is a column of the list, else a metric (its best value), a setting or hyperparameter, or a value of the last row. `where` is what
-    asked for it, for the ConfigError that is raised if no run has it and it is no setting.
+    `name` is a column of the list, else a metric (its best value), a setting or hyperparameter, or a value of the last row. Raises
+    ConfigError if no run has it and it is not a setting. The message then begins with `where`, the option that has `name`.
     """
     if name in _COLUMNS:
         return {id(run): _COLUMNS[name](run) for run in runs}

@@ -163,7 +163,7 @@ def _wrong(path: Path, why: ValueError) -> ConfigError:
 
 
 def readable_result(path: Path) -> dict[str, Any] | None:
-    """Return what `read_result` returns, or None if no run can have written the file, which is then replaced."""
+    """Return the result of `read_result`, or None if it raises ConfigError, so that the file can be replaced."""
     try:
         return read_result(path)
     except ConfigError:

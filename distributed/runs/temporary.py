@@ -35,9 +35,9 @@ def temporary_directory() -> Iterator[Path]:
 
 
 def claim(path: Path, owner: int | None = None) -> Path:
-    """Create the directory `path` with mode 0700 and a process as its owner, this one unless `owner` is the id of another.
+    """Create the directory `path` with mode 0700. Its owner is the process with the id `owner`, by default this process.
 
-    Leftovers beside it are removed first.
+    Remove leftovers in the parent directory first.
     """
     remove_leftovers(path.parent)
     path.mkdir(mode=0o700)
@@ -128,7 +128,7 @@ def _machine() -> str | None:
 
 
 def _has_ended(owner: str) -> bool:
-    """Return whether the process that wrote `owner` has ended. Return False if that cannot be determined.
+    """Return whether the process that `owner` identifies has ended. Return False if that cannot be determined.
 
     The end of a process can be determined if it belongs to this boot and pid namespace, or to an earlier boot of this machine.
     """

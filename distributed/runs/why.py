@@ -25,10 +25,10 @@ from distributed.runs.recorded import read_recorded
 STANDING = "standing still"  # verdict on a run that goes on, but has not shown progress for long
 _ENDS = ("finished", "preempted")
 _HANG_TIMEOUT_S = 60.0  # the default of `hang_timeout`
-_SLOW = 10  # how much longer a start may take
-_USUAL = 5  # how many times as long as the median time between two log lines a run may be silent
+_SLOW = 10  # a start may take this many times `hang_timeout`
+_USUAL = 5  # a run may be silent for this many times the longest time between two log lines
 _CONSEQUENCE = "lost the connection to another rank"  # in the cause of a failure that only says that another rank has ended
-_LONG = 4  # lines of a cause
+_LONG = 4  # a cause with at least this many lines is shortened
 _MOST_TEXT = 4000  # characters of a text of the journal
 _STACKS = "; stacks are in "  # before the directory, in the cause of a hang
 _RANK = re.compile(r"\brank (\d{1,6})\b")
@@ -54,7 +54,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """Hold what became of a run, and why.
+    """The outcome of a run, and its reason.
 
     Attributes:
         state: the state of the run.
@@ -123,10 +123,10 @@ def read_why(path: Path) -> Why:
 
 
 def _this_launch(run: RunDirectory, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events since the run was started by a command for the last time, or since its last fit began.
+    """Return the events since the last launch of the run, or since its last fit began.
 
-    Each launch writes the lock anew. In a copy of a run, whose lock is newer than all events, a launch begins with `started`
-    without a restart, or with the first failure after an end.
+    The time of the lock is the begin of the last launch, because each launch writes the lock again. In a copy of a run, the lock is
+    newer than all events. A launch then begins with `started` without a restart, or with the first failure after an end.
     """
     begun = _locked_at(run)
     recent = [event for event in events if event["time"] >= begun] if begun else []
@@ -171,7 +171,7 @@ def _goes_on(event: Mapping[str, Any]) -> bool:
 def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bool) -> str:
     last = next((event for event in reversed(events) if event["event"] in (*FAILURES, *_ENDS)), None)
     if state.status == "finished" and last is not None and last["event"] in FAILURES and not _goes_on(last):
-        return "failed"  # the script, after a fit that had finished
+        return "failed"  # the script failed after the fit had finished
     if not state.is_over and is_silent:
         return STANDING
     return state.status
@@ -180,7 +180,7 @@ def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bo
 def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
     rank, place = event.get("rank"), _text(event.get("place"))
     cause, stacks = _text(event.get("cause")), ""
-    if event.get("kind") == "error":  # all ranks may have raised it together, and its text names the rank that it is of
+    if event.get("kind") == "error":  # all ranks may have raised it together, so only its text shows which rank it concerns
         rank = int(found[1]) if (found := _RANK.search(cause)) else None
     if event.get("kind") == "hang":
         rank = None if cause.startswith("ranks ") else rank  # none of them could be singled out
@@ -246,7 +246,7 @@ def _fix(problem: Problem | None, verdict: str) -> str:
 
 
 def _launcher(run: RunDirectory) -> str:
-    """Return what the lock of the directory says of the launcher, whether it runs or not."""
+    """Return the launcher that the lock of the directory names, whether it runs or not."""
     for name in (".lock", ".part"):
         with contextlib.suppress(OSError, LimitError), open_regular(run.path / name) as file:
             return file.read(256).decode(errors="replace").strip().rpartition("\n")[2]
@@ -257,9 +257,9 @@ def _launcher(run: RunDirectory) -> str:
 
 
 def _silence(run: RunDirectory, state: RunState, events: Sequence[Mapping[str, Any]]) -> tuple[float, float | None, float]:
-    """Return (seconds since the last sign of progress, usual seconds between log lines, seconds from which that is long).
+    """Return (seconds since the last sign of progress, usual seconds between log lines, limit above which a run stands still).
 
-    Clocks of several machines may differ, and a clock may be set back: a sign from the future is one of now.
+    Clocks of several machines may differ, and a clock may be set back. A time in the future therefore counts as now.
     """
     times = _times_of_rows(run)
     last = max([*times[-1:], *(event["time"] for event in events[-1:])], default=state.changed)

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     with temporary_directory() as directory:
         try:
             return _run(adapters, directory, only_checkpoints=asked.checkpoints)
-        except AssertionError as error:  # the training that every check needs
+        except AssertionError as error:  # raised by the training that every check needs
             sys.stdout.write(f"FAILED {error}\n")
             return 1
 

@@ -25,8 +25,8 @@ _ROW = re.compile(r"(?P<backend>[^\[\]:]+)(\[(?P<settings>[^\[\]]+)\])?(:(?P<siz
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """Backend with the settings and numbers of processes to test it with. What it supports, such as float64, is
-    asked of the backend."""
+    """Backend with the settings and numbers of processes to test it with. Its properties, such as support for float64, are read
+    from the backend."""
 
     backend: str
     world_sizes: tuple[int, ...] = ()  # default: 1 for a backend of one process, else 2 and 3
@@ -74,7 +74,7 @@ class Adapter:
 
     @property
     def reference(self) -> Adapter:
-        """Adapter of one process to compare with. It does not communicate if there is such a backend."""
+        """Adapter of one process to compare with. Its backend does not communicate between processes, if such a backend exists."""
         backend = self._entry.alone if self.model == "keras" else default_backend(1)
         return Adapter(backend, (1,), model=self.model)
 
@@ -97,7 +97,7 @@ class Adapter:
         return make_backend(merge(Overrides(), given), ProcessPlan(1, self.world_sizes[0], "cpu", self.backend))
 
     def gives(self, need: str) -> bool:
-        """Return whether callbacks may use what is called `need` under the adapter's settings (see `Callback.needs`)."""
+        """Return whether callbacks may use the feature `need` under the adapter's settings (see `Callback.needs`)."""
         if self.capabilities.missing:  # nothing is run
             return need not in self.capabilities.refuses
         backend = self._made()

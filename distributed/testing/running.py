@@ -30,7 +30,7 @@ JOBS = Path(__file__).parent / "jobs"
 NEEDS = {
     "recomputed": ("activation_checkpointing", True), "epoch-schedule": ("scheduler_interval", "epoch"), "several": (MODELS, True),
 }  # fmt: skip
-# What a callback of a case needs.
+# Features that the callbacks of a case need.
 _CALLBACK_NEEDS = {"averaged": (AVERAGED_WEIGHTS,), "frozen": (GRADIENTS,), "sampled": (SAMPLES, COUNTS)}
 _MARK = "DISTRIBUTED_CONFORMANCE"
 # Models this small train more slowly on several threads, and many times more slowly if other programs use the processors too.
@@ -140,7 +140,7 @@ class Ran:
     @property
     def source(self) -> Path:
         """Checkpoint of the training that was cut off in the middle of an epoch."""
-        return max((self.directory / "source").rglob("step-*"))  # others are those of better validations
+        return max((self.directory / "source").rglob("step-*"))  # the other checkpoints are those of better validations
 
 
 @functools.cache
@@ -165,7 +165,7 @@ def train(
 def refused_cases(adapter: Adapter) -> list[str]:
     """Return the cases that need something that the adapter refuses, in general or with its own settings.
 
-    Several models are torch modules.
+    Keras adapters also leave out the case `several`, because several models must be torch modules.
     """
     refused = [case for case, (name, value) in NEEDS.items() if _is_refused(adapter, name, value)]
     refused += [case for case, needs in _CALLBACK_NEEDS.items() if not all(map(adapter.gives, needs))]
@@ -180,9 +180,10 @@ def _is_refused(adapter: Adapter, name: str, value: Any) -> bool:
 
 
 def has_compiled(adapter: Adapter, world_size: int) -> bool:
-    """Return whether the compiled case is among the others.
+    """Return whether the case `compiled` is trained with `world_size` processes.
 
-    It takes a second or two and therefore runs in one number of processes: the smallest above one, if there is one.
+    The case takes a second or two. It therefore runs in one number of processes only: the smallest above one, or 1
+    if there is none.
     """
     chosen = min((size for size in adapter.world_sizes if size > 1), default=1)
     return adapter.takes(compile=True) and world_size == chosen

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Captured(BaseException):
-    """Raised by the first `fit` of a script that `captured_fit` runs. It is no Exception, so that the script does not catch it."""
+    """Raised by the first `fit` of a script that `captured_fit` runs. `except Exception` in the script does not catch it."""
 
     def __init__(self, fits: Fits, train_data: Any) -> None:
         super().__init__("the fit was captured")
@@ -28,7 +28,7 @@ class _Capture:
 
 
 def offer(fits: Fits, train_data: Any) -> None:
-    """Raise Captured if a script is run for its first fit. Called at the start of each fit."""
+    """Raise Captured if `captured_fit` runs the script. Called at the start of each fit."""
     if _Capture.is_on:
         raise Captured(fits, train_data)
 

@@ -1,4 +1,4 @@
-"""Write, send and show what a fit leaves at its end, besides its checkpoint."""
+"""Write, send and show the results of a fit at its end, besides its checkpoint."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def deliver(session: FitSession, fit: Fit, on_event: OnEvent) -> None:
 
 
 def offer_logs(session: FitSession, fit: Fit) -> None:
-    """Tell the launcher of each node if all nodes share the user's checkpoint directory: logs go through it. A collective."""
+    """Tell the launcher of each node if all nodes share the user's checkpoint directory, to send logs through it. A collective."""
     channel = link()
     is_users_own = fit.store.directory != fit.run.checkpoints
     if channel is None or session.setup.plan.num_nodes == 1 or not is_users_own or not fit.store.is_shared():
@@ -68,8 +68,8 @@ def write_report(fit: Fit, context: WorkerContext, on_event: OnEvent) -> None:
     """Write the report of the run. Called on all ranks; the main process writes.
 
     If our launcher started the run, the launcher writes the report later, because it knows how the run ended. A logger that
-    uploads files needs a report before that. Without our launcher, the main process also copies the run directory to object
-    storage, if it has a copy there.
+    uploads files needs a report before that. Without our launcher, the main process also updates the copy of the run directory
+    in object storage, if there is one.
     """
     is_sent = any(isinstance(callback, Tracker) for callback in fit.callbacks)
     if context.is_main_process and (is_sent or link() is None):

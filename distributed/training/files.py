@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -229,20 +230,30 @@ class TrainerFiles:
             if self._handover is not None and self._handover.resume and run.path == _Taken.first:
                 run.check_resumable()
             run.check(resume=self.wants_resume(merged))
-            run.lock()
-            if (trial := current()) is not None:  # another process, or this one, may continue the trial later
-                trial.at_end.append(run.unlock)
+            self._lock(run)
         run.path.mkdir(parents=True, exist_ok=True)
         if self._is_foreign():
             merged = _as_launched(merged, self._plan)
         text = config_yaml(merged, self._overrides.script, self._overrides.script_args)
         replace_text(run.path / "config.yaml", text)
 
+    def _lock(self, directory: RunDirectory) -> None:
+        """Lock a directory. In a trial it is unlocked when the trial ends.
+
+        Otherwise the first trainer keeps the lock until this process ends, and later trainers as long as they exist.
+        """
+        directory.lock()
+        if (trial := current()) is not None:  # another process, or this one, may continue the trial later
+            trial.at_end.append(directory.unlock)
+        elif self._directory != _Taken.first:  # otherwise a thousand fits would hold a thousand file descriptors
+            weakref.finalize(self, directory.unlock).atexit = False
+
     def _claim_objects(
         self, objects: Objects | None, store: CheckpointStore, merged: MergedConfig, run: RunDirectory
     ) -> None:
         """Prove that the storage can be used, and that it has no checkpoints of another run. Called on the main process."""
-        if objects is None or self._restart_count:  # at a restart, the run can continue although the storage is away
+        # At a restart, the run can continue although the storage does not answer.
+        if objects is None or self._restart_count:
             return
         objects.probe("checkpoint_dir")
         if not self.wants_resume(merged) and store.stored_elsewhere():
@@ -256,9 +267,7 @@ class TrainerFiles:
         """Lock the user's checkpoint directory for this run alone. Called on the main process."""
         shared = RunDirectory(directory, "checkpoint_dir", "--checkpoint-dir")
         shared.check(resume=True)
-        shared.lock()
-        if (trial := current()) is not None:
-            trial.at_end.append(shared.unlock)
+        self._lock(shared)
         if not self.wants_resume(merged) and list_checkpoints(directory):
             raise ConfigError(
                 f"checkpoint_dir={str(directory)!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"

@@ -26,7 +26,7 @@ from distributed.training.fit_request import FitRequest
 from distributed.training.remote import failure, run_in_workers, sources, take_dir
 from distributed.training.setup import SettingLayers, make_setup, read_layers
 
-# Settings that say how many workers are started. Workers that run already have been started by others.
+# Settings that say how many workers are started. They have no effect in workers that run already.
 _PROCESSES = ("num_gpus", "num_nodes", "gpus_per_node", "nproc_per_node", "min_nodes", "min_nproc_per_node")
 
 
@@ -52,10 +52,12 @@ def launch(
 ) -> Path | None:
     """Call `function(*arguments)` in each of the workers that the settings ask for, and wait for them.
 
-    The workers are started, watched and restarted as those of `Trainer.fit`. The function and its arguments are sent to them by
-    value; what it returns is dropped. A `Session` in the function gets the settings, which override its own. In a process that is a
-    worker already, the function is called there. The settings apply there too, except those that were given as flags and the numbers
-    of processes.
+    The workers are started, watched and restarted as those of `Trainer.fit`. The function and its arguments are sent to the workers
+    by value, and the value that the function returns is dropped. A `Session` in the function gets the settings, which override its
+    own.
+
+    If this process is a worker already, the function is called in this process. The settings apply there too, with two exceptions:
+    flags take precedence over them, and the numbers of processes have no effect.
 
     Args:
         function: the function.
@@ -103,7 +105,7 @@ def launch(
 
 
 def _overrides(layers: SettingLayers, without: Collection[str] = ()) -> Overrides:
-    """Return the settings of the workers: those of the call too, so that a Session need not repeat them."""
+    """Return the settings of the workers. They include those of the call, so that a Session need not repeat them."""
     own, outside = joined(layers.sweep, layers.code), layers.overrides
     own = {name: value for name, value in own.items() if name not in without}
     options = [f"{name}.{each}" for name, value in own.items() if isinstance(value, Mapping) for each in value]
@@ -122,7 +124,7 @@ def _is_flag(option: str, overrides: Overrides) -> bool:
 
 
 def _warn_of_processes(worker: WorkerEnvironment, layers: SettingLayers) -> None:
-    """Warn of the numbers of processes that the call gives, unless as many run or flags have given them."""
+    """Warn about each number of processes in the call that differs from the running number and is not given by a flag."""
     per_node = worker.local_world_size
     running = {"num_gpus": worker.world_size, "num_nodes": worker.world_size // per_node}
     running |= {"gpus_per_node": per_node, "nproc_per_node": per_node}

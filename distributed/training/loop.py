@@ -273,7 +273,7 @@ def _validate_every(run: Run) -> float:
 
 
 def _save_or_wait(run: Run) -> None:
-    """Save now, or after the row of the epoch or of the run if this step was the last one before it. A collective."""
+    """Save now. If the row of the epoch or of the run follows this step, save after that row instead. A collective."""
     run.is_save_due = _is_last_step(run)
     if not run.is_save_due:
         save(run)
@@ -334,7 +334,7 @@ def _act(run: Run, action: str) -> bool:
             save(run)
         return True
     if action == SAVED:
-        if not run.is_validating:  # the next save or the end of training comes back to it otherwise
+        if not run.is_validating:  # otherwise the next save or the end of training finishes it
             finish_save(run)
         return True
     if action == VALIDATE:
@@ -626,7 +626,7 @@ def _record_pending(run: Run) -> None:
 
 
 def _cursor(run: Run) -> dict[str, Any] | None:
-    """Return where the data stands, with the positions of all ranks if each reads a part of its own. A collective."""
+    """Return the position in the data, with the positions of all ranks if each reads a part of its own. A collective."""
     state, train = run.state, run.train
     mine = train.cursor(state.samples_in_epoch) if state.samples_in_epoch else None
     if not train.has_own_cursor or not state.samples_in_epoch:
@@ -663,7 +663,7 @@ def _store(run: Run, write: Callable[[], bool]) -> bool:
     began = time.perf_counter()
     run.state.cursor = _cursor(run)
     is_stored = write()
-    _record_pending(run)  # of on_checkpoint
+    _record_pending(run)  # values that `on_checkpoint` logged
     seconds = time.perf_counter() - began
     run.spent.checkpoint += seconds
     run.spent.total += seconds  # added here, because a checkpoint between two epochs belongs to no window

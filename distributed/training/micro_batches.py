@@ -1,4 +1,4 @@
-"""Divide the training data into micro-batches that fit into memory, as far as earlier attempts of a run have found out."""
+"""Divide the training data into micro-batches of a size for which memory sufficed in earlier attempts of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shard_to_fit(
         planned, times = planned.halved(), times + 1
     while True:
         train = leaving.enter_context(contextlib.closing(backend.shard(data, planned, DataRole.TRAINING)))
-        if not limit or train.batch.batch_size <= limit:  # a batch sampler's items set its size
+        if not limit or train.batch.batch_size <= limit:  # the items of a batch sampler set the batch size
             return train, train.batch.halved_already(times)
         planned, times = planned.halved(), times + 1
 

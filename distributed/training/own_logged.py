@@ -1,4 +1,4 @@
-"""Keep what the loop of a script logs: how much each value weighs, and which belong to its validation."""
+"""Keep the values that the loop of a script logs, with their weights, and separate those of its validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRAINING = "training"  # the loop over the training loader
 
 
 class BatchWeights:
-    """Weigh what the script logs with the samples of the batch that it has now: the newest one, if its loops are nested.
+    """Weight the values that the script logs by the samples of its current batch. In nested loops, this is the newest batch.
 
     Args:
         logged: the values of training.
@@ -64,7 +64,7 @@ class LoggedValidation(Validation):
         return True
 
     def log(self, name: str, value: Any, reduce: str, step: int) -> None:
-        """Keep a value that was measured after update `step`, in the place of the values of earlier updates. No collective."""
+        """Keep a value that was measured after update `step`. It replaces the values of earlier updates. Not a collective."""
         if isinstance(value, Media):
             raise ConfigError(
                 f"log('{PREFIX}{name}', {type(value).__name__}(...)) is no metric: drop {PREFIX!r} from its name"

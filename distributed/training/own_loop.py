@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """Position at which a loop goes on.
+    """Position at which a loop continues.
 
     Attributes:
         step: the number of updates so far.
@@ -99,14 +99,14 @@ class Session:
         Args:
             model: a module, or a factory of one, as for `Trainer`.
             optimizer: an optimizer, a factory `(params) -> optimizer`, or None for the one that the settings name.
-            loaders: the training data, then any number of loaders for evaluation: what `Trainer.fit` takes. Their samplers give
-                way to the order of the run.
+            loaders: the training data, then any number of loaders for evaluation, each of a kind that `Trainer.fit` takes. The
+                order of the run replaces their samplers.
             scheduler: a schedule of the optimizer, or a factory `(optimizer) -> schedule`. `update` steps it.
 
         Returns:
-            The model to call, the optimizer, and the loaders to iterate over, in the order of the arguments. The model and the
-            optimizer share all attributes with the ones that were passed. A training loader yields this rank's part of each batch,
-            on its device.
+            The model to call, the optimizer, and the loaders to iterate over, in the order of the arguments. The returned model
+            and optimizer have the attributes of the objects that were passed. The training loader yields this rank's part of each
+            batch, on the device of this rank.
 
         Raises:
             ConfigError: an argument is wrong, or the backend does not take it.
@@ -123,13 +123,13 @@ class Session:
         return self._run.model, self._run.optimizer, self._run.training_loader, *self._run.other_loaders
 
     def resume(self) -> Position:
-        """Load the checkpoint from which this run goes on, if there is one. Every rank calls it, after `prepare`.
+        """Load the checkpoint from which this run continues, if there is one. Every rank calls it, after `prepare`.
 
         There is one after a restart, with `--resume`, and with `resume_from_checkpoint`. Model, optimizer, schedule, random
-        generators, `state` and the place in the data are then those of the checkpoint.
+        generators, `state` and the position in the data are then those of the checkpoint.
 
         Returns:
-            The place from which `epochs` and the training loader go on.
+            The position from which `epochs` and the training loader continue.
 
         Raises:
             CheckpointError: the checkpoint does not fit the model.
@@ -140,7 +140,7 @@ class Session:
     # ------------------------------------------------------------------ the loop
 
     def epochs(self) -> Iterator[int]:
-        """Yield the number of each epoch that is left of the setting `epochs`, from 0. Every rank calls it.
+        """Yield the number of each remaining epoch. The epochs are numbered from 0 to `epochs - 1`. Every rank calls it.
 
         At the end of an epoch, its means are logged, schedules that follow epochs are stepped, and a checkpoint is saved if
         `checkpoint_frequency` says so. A signal, `max_steps` or `stop` ends the iteration.
@@ -157,23 +157,25 @@ class Session:
         self._prepared().steps.backward(loss)
 
     def update(self) -> bool:
-        """Make an update, if this batch completes an update batch. Every rank calls it after `backward`.
+        """Make an update if this batch is the last micro-batch of the update. Every rank calls it after `backward`.
 
         The gradients are exchanged, clipped and checked; the optimizer and the schedule are stepped.
 
         Returns:
-            Whether this batch was the last one of its update batch, see `gradient_accumulation_steps`.
+            Whether this batch was the last micro-batch of the update, see `gradient_accumulation_steps`.
         """
         return self._prepared().update()
 
     def log(self, name: str, value: Any, reduce: str = "mean") -> None:
-        """Log a number. Any rank may call it, alone too.
+        """Log a number. A single rank may call it; it is not a collective.
 
-        In a loop over a loader, a mean weighs each value by the samples of its batch. A value of training is part of the next
-        log line, which comes every `log_every_n_steps` updates. Names with the prefix `val_` are metrics of the validation of this
-        epoch and part of its row, which `monitor` refers to. If an epoch logs one of them after several updates, the values
-        after the last of these updates count. After the last epoch, they are added to its row. The loss of `backward` is logged
-        as `loss`. A call with that name replaces it.
+        In a loop over a loader, a mean weights each value by the number of samples in its batch. A value of training is part of
+        the next log line, which is written every `log_every_n_steps` updates. The loss of `backward` is logged as `loss`. A call
+        with the name `loss` replaces it.
+
+        A name with the prefix `val_` is a metric of the validation of this epoch. It is part of the row of the epoch, to which
+        `monitor` refers. If the metric is logged after several updates of an epoch, only the values that were logged after the
+        last of these updates count. Values that are logged after the last epoch are added to the row of that epoch.
 
         Args:
             name: the name of the value.
@@ -188,8 +190,8 @@ class Session:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of `tensor` of all ranks as one tensor, on every rank. Every rank calls it.
 
-        In a loop over a loader, the rows are in the order of the data, and each sample is there once, also if it was repeated to
-        give a rank something to run. Elsewhere the rows come rank by rank.
+        In a loop over a loader, the rows are in the order of the data. Each sample is there once, even if it was repeated on a
+        rank that had no sample of its own. Elsewhere the rows come rank by rank.
 
         Args:
             tensor: a tensor whose first dimension is that of the samples of this rank, or a single number.
@@ -201,8 +203,8 @@ class Session:
         """Save a checkpoint now. Every rank calls it, outside of an update: after `update()`, or between two epochs.
 
         Args:
-            path: a directory for the checkpoint, or a file `NAME.safetensors` for the weights alone. None means the checkpoints of
-                the run, from which `resume` goes on.
+            path: a directory for the checkpoint, or a file `NAME.safetensors` for the weights alone. None saves into the
+                checkpoints of the run, from which `resume` continues.
 
         Returns:
             The path of the checkpoint.
@@ -213,7 +215,7 @@ class Session:
         """End training on all ranks after the same update. One call on any rank is enough.
 
         Args:
-            reason: why, in words. It becomes the `stop_reason` of the run.
+            reason: the reason, as a text. It becomes the `stop_reason` of the run.
         """
         self._prepared().run.stop(reason)
 
@@ -221,7 +223,7 @@ class Session:
 
     @property
     def state(self) -> dict[str, Any]:
-        """Values of the script that are part of each checkpoint, and that `resume` restores. The main process's are saved.
+        """Values of the script that are part of each checkpoint, and that `resume` restores. Those of the main process are saved.
 
         They may be plain values, containers of them, NumPy arrays and tensors.
         """
@@ -292,7 +294,7 @@ class Session:
 
 
 def _refuse_elsewhere(setup: Setup) -> None:
-    """Raise ConfigError if the backend does not train in the script's loop, or the processes are not there."""
+    """Raise ConfigError if the backend does not train in the script's loop, or if the settings need workers and this is none."""
     plan = setup.plan
     if why := setup.backend.refuses_own_loop:
         raise ConfigError(f"backend={plan.backend!r} does not train in a loop of your own: {why}")

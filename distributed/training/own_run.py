@@ -1,4 +1,4 @@
-"""Drive a fit from the loop of a script: what a loader does between two batches, and an epoch at its end."""
+"""Drive a fit from the loop of a script. The work of the fit is done between two batches and at the end of an epoch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BREAK = "break"  # the `stop_reason` of a script that has left its loop over the
 
 
 class _Interrupted(BaseException):
-    """A signal ends the block of a Session: the rest of the script's code in it is not run."""
+    """Raised to leave the block of a Session after a signal. The rest of the block is not run."""
 
 
 class KeptState(Callback):
@@ -127,7 +127,7 @@ class OwnRun:
     def _end(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        """End training, unless it has failed. Return whether `error` only left the block. A collective."""
+        """End training, unless it has failed. Return whether `error` was raised only to leave the block. A collective."""
         self._leave()
         is_interrupted = isinstance(error, _Interrupted)
         if error is None or is_interrupted:
@@ -137,7 +137,7 @@ class OwnRun:
         return is_interrupted
 
     def _leave_epochs(self, run: loop.Run) -> None:
-        """Make a row of what the script has logged since the last one, and end an epoch that it has left by `break`. A collective."""
+        """Keep a row of the values that were logged since the last row, and end an epoch that was left by `break`. A collective."""
         state = run.state
         if was_interrupted(state):
             return
@@ -172,7 +172,7 @@ class OwnRun:
         return state.epoch < run.config.epochs and state.stop_reason is None
 
     def training_batches(self) -> Iterator[Any]:
-        """Yield the batches of the rest of the epoch. What is due after an update is done when the loop comes back."""
+        """Yield the batches of the rest of the epoch. Work that is due after an update is done at the next batch."""
         if not self._is_in_epoch:
             raise ConfigError(f"the training loader is read in an epoch: put its loop into {_LOOP}")
         run, steps = self.run, self.steps
@@ -228,12 +228,12 @@ class OwnRun:
         self._enter_script()
 
     def _enter_script(self) -> None:
-        """Say that code of the script runs that may take any time."""
+        """Tell the launcher that code of the script runs, which may take any time."""
         if self._run is not None:
             self._run.heartbeat.mark(Phase.SCRIPT, self._run.state.step)
 
     def _finish_epoch(self, run: loop.Run) -> bool:
-        """End the epoch with what was logged of its validation. A collective."""
+        """End the epoch with the metrics that were logged of its validation. A collective."""
         if not run.state.samples_in_epoch:
             raise ConfigError(f"an epoch made no update: put the loop over the training loader into {_LOOP}")
         config = run.config
@@ -245,7 +245,7 @@ class OwnRun:
         return loop.finish_epoch(run)
 
     def _take_validation(self, run: loop.Run) -> bool:
-        """Make what was logged of a validation part of the next row, and return whether there is any. A collective."""
+        """Add the metrics that were logged of a validation to the next row, and return whether there are any. A collective."""
         is_validated = self._backend.world.reduce({PREFIX: float(self._validation.logged.is_pending)})[PREFIX] > 0
         run.validation = self._validation if is_validated else None
         return is_validated

@@ -28,7 +28,7 @@ from distributed.state import WorkerContext
 MANIFEST = "predictions.json"
 _FORMAT = 1
 _MAX_BYTES, _MAX_SAMPLES = 64 << 20, 1 << 14  # of a file
-_AGREE_EVERY = 64  # update batches between two looks at whether another rank has failed to write
+_AGREE_EVERY = 64  # update batches between two checks for a failed write on another rank
 _KINDS = {"format": COUNT, "files": list_of(COUNT), "samples": list_of(COUNT), "is_by_rank": FLAG}
 _NOT_STORED = "predict(out=...) stores rows of tensors and arrays, or values of JSON, for each sample"
 
@@ -45,7 +45,7 @@ class PredictionWriter:
     def __init__(
         self, path: str | os.PathLike[str], context: WorkerContext, agreement: Agreement, *, force: bool
     ) -> None:
-        """Make the directory. Raises ConfigError if it exists, unless `force` or an unfinished `predict` allows to replace it."""
+        """Make the directory. Raises ConfigError if it exists, unless `force` is set or an earlier `predict` left it unfinished."""
         refuse_address(path, "predict(out=...)")
         self._path, self._context, self._agreement = Path(path), context, agreement
         agreement.on_main(lambda: _make(self._path, force=force))
@@ -65,7 +65,7 @@ class PredictionWriter:
         self._num_batches += 1
 
     def finish(self, world: World, *, is_by_rank: bool) -> Path:
-        """Write what is left, and then the manifest, without which the directory is not complete. Return the directory.
+        """Write the remaining outputs, then the manifest, which marks the directory as complete. Return the directory.
 
         `is_by_rank` says that indices count the samples of each rank from 0.
         """
@@ -139,13 +139,13 @@ def write_outputs(
 def load_predictions(path: str | os.PathLike[str]) -> Any:
     """Return the outputs that `Trainer.predict(data, out=path)` has written, in the order of the samples.
 
-    Needs no process group, and runs no code of the files.
+    This function needs no process group and runs no code from the files.
 
     Args:
         path: the directory.
 
     Returns:
-        What `predict(data)` returns, in which data classes and other mappings are dicts whose entries are also attributes.
+        The outputs as `predict(data)` returns them. Data classes and other mappings become dicts whose entries are also attributes.
 
     Raises:
         CheckpointError: the directory is not complete, or a file is missing or damaged.

@@ -151,7 +151,7 @@ def fit_in_workers(fits: Fits, settings: Mapping[str, Any], train_data: Any, val
 def remote_fit(
     kind: type[FitT], fits: Fits, merged: MergedConfig, directory: Path | None, train_data: Any, val_data: Any = None
 ) -> FitT:
-    """Return a fit of `fits` that can be sent to workers whose run directory is `directory`, or None if node 0 will name it."""
+    """Return a fit of `fits` that can be sent to workers. `directory` is their run directory, or None if node 0 names it."""
     return kind(
         fits.trainer_class, _arguments(fits.setup, merged), _settings(fits, merged, directory), picklable(train_data), picklable(val_data),
         sources(),
@@ -185,7 +185,7 @@ def take_dir(request: FitRequest) -> Path:
 
 
 def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: Any) -> None:
-    """Raise ConfigError before any worker starts for what the workers would refuse."""
+    """Raise ConfigError, before any worker starts, if the workers would refuse the settings or the data."""
     check_nodes(merged, setup.plan)
     plan_batch(merged, setup.backend.data_parallel_size, setup.backend.batch_size_of(train_data))
     check_monitor(merged, list(sets_of(val_data, setup.job.metrics)), setup.job)

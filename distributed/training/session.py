@@ -157,7 +157,7 @@ class FitSession:
     ) -> OpenedFit:
         """Divide the data among the ranks, open the run directory and prepare the model. A collective.
 
-        `leaving` closes what was opened.
+        `leaving` gets the contexts to close at the end of the fit.
         """
         leaving.enter_context(heartbeat().fit())
         merged = self.setup.merge_for_fit(settings)
@@ -175,7 +175,7 @@ class FitSession:
         loggers.check_callbacks(merged, self.setup.callbacks)
         leaving.callback(self._reporter.close)
         train, batch = shard_to_fit(backend, train_data, planned, self.files, leaving)
-        # config.yaml has the sizes with all processes, whatever is missing: a run that starts from it begins with all.
+        # config.yaml has the batch sizes for all processes, even if some are missing: a run that starts from it begins with all.
         full = plan_batch(merged, full_size, loader_batch_size) if batch == planned else batch
         run = self.files.open_run(in_effect(merged, full, loader_batch_size))
         backend.configure(run_dir=run.path)
@@ -229,7 +229,7 @@ class FitSession:
 
     @contextlib.contextmanager
     def running(self, fit: Fit) -> Iterator[loop.Run]:
-        """Return a block in which the loop runs, and record how it ended. Entering and leaving the block are collectives."""
+        """Prepare to run the loop in the block, and record how the loop ended. Entering and leaving the block are collectives."""
         config, state = self.merged.config, fit.state
         common = CommonStep(
             self.context.rank, self.context.world_size, self.backend.world.key_value_store(), f"fit-{next(_fit_numbers)}",
@@ -272,7 +272,7 @@ class FitSession:
 
     @contextlib.contextmanager
     def _recorded(self, fit: Fit, run: loop.Run, common: CommonStep) -> Iterator[None]:
-        """Return a block in which the loop runs. If it fails, record how, and raise the error. A collective."""
+        """Handle signals and clocks while the loop runs in the block. Record an error of the loop and raise it. A collective."""
         config, self._fit = run.config, fit
         try:
             with (
@@ -323,7 +323,7 @@ class FitSession:
             save=lambda: run.common_step.request(loop.SAVE), evaluate=lambda data: self._evaluate_in(run, data),
             notice=lambda text: self._reporter({"kind": "notice", "text": text}), num_samples=run.train.num_samples,
             named_parameters=backend.observer.named_parameters,
-            averaged_weights=cast(AveragedWeights, backend.averaged_weights),  # `check_callbacks` has refused to use None
+            averaged_weights=cast(AveragedWeights, backend.averaged_weights),  # see `check_callbacks`: not None if it is used
             log_rate=backend.logged.log_rate, worker=self.context, observer=backend.observer,
             processing_class=self.setup.job.processing_class,
             updates_per_epoch=run.train.updates_per_epoch,
@@ -337,7 +337,7 @@ class FitSession:
         return self.evaluate(data)
 
     def _enter_batch(self) -> bool:
-        """Say that a batch of an evaluation or a prediction inside a fit begins. Return True."""
+        """Mark in the heartbeat that a batch of an evaluation or a prediction inside a fit begins. Return True."""
         if self._fit is not None:
             heartbeat().mark(Phase.VALIDATION, self._fit.state.step, is_slow=True)
         return True
@@ -380,7 +380,7 @@ class FitSession:
         if self._prepared_for == "evaluation":  # prepare the same model again, with what only training needs
             job = dataclasses.replace(job, model=self.backend.model)
         is_filled = is_resumed and not config.checkpoint_trainable_only  # its weights are all in the checkpoint
-        if is_filled or self._prepared_for == "evaluation":  # which has loaded them already
+        if is_filled or self._prepared_for == "evaluation":  # the evaluation has loaded the weights already
             job = dataclasses.replace(job, init_from=None)
         self._prepared_for, self._curve = "fit", job.scheduler
         return [*notices, *self.backend.prepare(job, batch)]
@@ -475,7 +475,10 @@ class FitSession:
         return self._after_save(fit, fit.store.save(state, settings, best_value))
 
     def _after_save(self, fit: Fit, path: Path | None) -> bool:
-        """Tell the callbacks of a save that is over, and return whether `path`, its result, is a checkpoint. A collective in the hooks."""
+        """Tell the callbacks that a save is over. A collective in the hooks only.
+
+        `path` is the checkpoint, or None if the save failed. Returns whether there is a checkpoint.
+        """
         state, fit.pending = fit.pending, None
         fit.saved.set()
         if path is None or state is None:
@@ -628,7 +631,7 @@ class FitSession:
         return sharded
 
     def _ensure_prepared(self, batch: BatchPlan) -> None:
-        """Prepare the model without what only training needs, unless it is prepared already. A collective."""
+        """Prepare the model for evaluation only, unless it is prepared already. A collective."""
         if self._prepared_for is not None:
             return
         self._prepared_for = "evaluation"
@@ -643,7 +646,7 @@ class FitSession:
 
 
 def _report_choice(backend: str, context: WorkerContext) -> None:
-    """Let the launcher of this node import the backend for a restart, if the script has chosen one that it did not know of."""
+    """Make the launcher of this node import the backend for a restart, if the launcher did not know the script's choice."""
     channel, request, entry = link(), launched_by(), backend_entry(backend)
     is_known = request is None or request.warm_up == entry.warm_up
     if channel is not None and entry.warms_up_late and not is_known and context.local_rank == 0:

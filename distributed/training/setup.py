@@ -155,7 +155,7 @@ class Setup:
 
     @property
     def full_size(self) -> int | None:
-        """The number of workers when none is missing, for a run whose number of workers may change, else None."""
+        """The number of workers when none is missing. None if the number of workers cannot change during the run."""
         request = launched_by()
         return request.world_size if request is not None and request.is_elastic else None
 
@@ -210,7 +210,7 @@ def make_setup(
     plan = _plan(merged, worker)
     _check_backend(merged, plan, layers.overrides.in_call)
     is_on_node_0 = worker.node_rank == 0 if worker is not None else merged.config.node_rank == 0
-    if is_on_node_0 and not _has_begun(worker, received):  # only the main process reads it, for all
+    if is_on_node_0 and not _has_begun(worker, received):  # only the main process reads the source, for all ranks
         _check_source(merged)
     _check_warmup(merged)
     check_named(merged, job)
@@ -280,7 +280,7 @@ def _own_options(pinned: str | None) -> list[str]:
 def _overrides(config: Any, outside: Overrides, job: Job | None) -> Overrides:
     """Return the settings from flags and files. Those from outside of the script override the file that the script names.
 
-    The settings of TrainingArguments are those of such a file.
+    The settings of TrainingArguments count as settings of a file that the script names.
     """
     if isinstance(config, DistributedConfig) and config.of_arguments:
         arguments = {name: value for name, value in config.given.items() if name in config.of_arguments}
@@ -326,7 +326,7 @@ def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
             f"{name}={asked} in the {source}, but the launcher has started {running} process{'es' * (running > 1)} per node before it"
             f" read the {source}: start with --nproc-per-node {asked}, or drop it from the {source}"
         )
-    if not (is_placed and config.num_nodes == 1):  # 1 leaves the nodes to the backend
+    if not (is_placed and config.num_nodes == 1):  # with num_nodes=1, the backend chooses the nodes
         _check_nodes(merged)
     wants_gpus = bool(config.num_gpus or config.gpus_per_node)
     is_cpu = config.num_gpus == 0 or (config.device == "cpu" and not wants_gpus)
@@ -341,7 +341,7 @@ def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
 
 
 def _check_gpu(found: WorkerEnvironment) -> None:
-    """Raise ResourceError if this worker was given a GPU and its machine has none, as where a node claims GPUs."""
+    """Raise ResourceError if this worker was given a GPU and its machine has none, because the node claims GPUs that it lacks."""
     if not visible_gpus():
         raise ResourceError(
             f"rank {found.rank} on {socket.gethostname()} was started for a GPU, but no GPU can be seen there: correct the number"

@@ -1,4 +1,4 @@
-"""Snapshots of a fit in the memory of the machine, from which the workers go on when this launch starts them again."""
+"""Keep snapshots of a fit in the memory of the machine. Workers that the launcher starts again continue from the newest one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distributed.runs.temporary import MEMORY, claim, memory_of
 from distributed.state import OnEvent, TrainState, WorkerContext
 
 _KEPT = 2  # the newest snapshot, and the one before it while the newest is written
-_NEVER = 1 << 30  # failed snapshots that end the run
+_NEVER = 1 << 30  # more failed snapshots in a row than can occur, so that they never end the run
 
 
 class Snapshots:
@@ -48,7 +48,7 @@ class Snapshots:
     def take(self, state: TrainState, settings: Mapping[str, Any]) -> bool:
         """Keep a snapshot of `state` and of the backend. A collective.
 
-        Return False, and take no more of them, if there is too little memory: a warning says so.
+        If there is too little memory for a snapshot, show a warning, take no more snapshots, and return False.
         """
         if self._is_on and self._store.save(state, settings, None) is None:
             self._is_on = False

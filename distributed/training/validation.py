@@ -30,8 +30,8 @@ def sets_of(val_data: Any, metrics: Iterable[str] = ()) -> dict[str, Any]:
         metrics: the names of the declared metrics.
 
     Raises:
-        ConfigError: `val_data` is a dict whose names or values are not those of data sets, a list of data sets, or a dict with two sets
-            that would report a value under one name.
+        ConfigError: `val_data` is a list of data sets, a dict with a wrong name or value, or a dict with two sets that would report
+            a value under the same name.
     """
     if val_data is None:
         return {}
@@ -98,8 +98,8 @@ def shard_of(backend: Backend[Any], prefix: str, data: Any, batch: BatchPlan, co
 
     Args:
         backend: the backend of the fit.
-        prefix: a name that `sets_of` returned.
-        data: the set of that name.
+        prefix: a prefix that `sets_of` returned.
+        data: the data set with that prefix.
         batch: the batches of training.
         config: the settings of the fit.
 

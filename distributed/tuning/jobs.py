@@ -104,8 +104,8 @@ class ScriptJob:
             raise self._failure(cause_of(code, run, before, Path(f"{trial.directory}.log")))
 
     def _failure(self, cause: str) -> DistributedError:
-        """Return the error for a cause. The metric is also the monitor of the runs, so a run notices first that it
-        is not reported."""
+        """Return the error for a cause. The metric is also the monitor of the runs, so a run is the first to find that the
+        metric is not reported."""
         unknown = f"monitor={self.metric!r} is not reported"
         return UnknownMetric(f"metric{cause[7:]}") if cause.startswith(unknown) else TrainingError(cause)
 

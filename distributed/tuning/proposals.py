@@ -2,7 +2,7 @@
 better.
 
 Ray Tune's `OptunaSearch` (Ray 2.60) is not used, because Ray's own save and restore of a search read a pickle, and because
-it tells Optuna the last value of a trial instead of its best. A resumed search here repeats what its journal says.
+it tells Optuna the last value of a trial instead of its best. A search that is resumed here replays its journal instead.
 """
 
 from __future__ import annotations

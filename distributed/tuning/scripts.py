@@ -78,7 +78,10 @@ class SearchOptions:
 
 
 class ScriptSweep:
-    """A search whose trials run a script. The constructor raises ConfigError for what cannot run. Nothing is started or written before `run`."""
+    """A search whose trials run a script.
+
+    The constructor raises ConfigError if the search cannot run. Nothing is started or written before `run`.
+    """
 
     def __init__(self, overrides: Overrides, options: SearchOptions) -> None:
         if overrides.script is None:
@@ -352,7 +355,7 @@ class _SearchWatch:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _stops(self, numbers: list[int]) -> bool:
-        """Handle signals. Return True if the search is not waited for any longer."""
+        """Handle signals. Return True if this process is to stop waiting for the search."""
         for number in (each for each in numbers if each in STOP_SIGNALS):
             if self._end.signum:
                 return True

@@ -90,9 +90,9 @@ def score_of(row: EpochMetrics, metric: str, mode: str) -> float:
 
 
 def progress_of(row: EpochMetrics, number: int) -> int:
-    """Return how far a trial is at this row: its number of validations if these do not follow the epochs, else its number of epochs.
+    """Return how far a trial is at this row: its number of validations if these do not follow the epochs, else of epochs.
 
-    `number` is the number of the report, from 1, which counts if the row says neither.
+    If the row has neither, `number` is returned, which is the number of the report, from 1.
     """
     return int(row.get("validations", row.get("epoch", number)))
 
@@ -118,7 +118,7 @@ class Sweep:
         """Return the run directory of a trial."""
         return self.directory / "trials" / f"{number:05d}"
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ journal
 
     def record_event(self, number: int, event: str, **detail: Any) -> None:
         """Apply an event of a trial and append it to the journal. `event` is "started", "row", "retried" or "ended"."""
@@ -178,7 +178,7 @@ class Sweep:
             record.config = _recalled(record.config, space)
             record.configs = [_recalled(config, space) for config in record.configs]
 
-    # ------------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------------ results
 
     def score(self, record: TrialRecord) -> float:
         """Return the best score of a trial. Smaller is better; it is infinity if the trial reported no finite value."""
@@ -291,7 +291,7 @@ def _as_yaml(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
-# ------------------------------------------------------------------ a search that goes on
+# ------------------------------------------------------------------ opening and resuming
 
 
 def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[str, Any], resume: bool) -> Sweep:

@@ -52,7 +52,7 @@ class DistributedTuner:
             with the name of a setting become settings, the others become arguments.
         search_space: maps each name to a list of choices, `{"loguniform": [1e-4, 1e-1]}`, `{"uniform": [...]}`,
             `{"randint": [...]}` (upper end excluded), a domain of Ray Tune, or a constant.
-        metric: name of the metric that is optimised. A trial counts with the best value that it reached.
+        metric: name of the metric that is optimised. The best value that a trial reached counts.
         mode: "min" or "max" (default: the direction that the name of the metric implies).
         num_gpus: number of GPUs that all trials together use (default: all visible ones, or those of the cluster).
         trials_per_gpu: number of trials that share one GPU.
@@ -204,7 +204,7 @@ class DistributedTuner:
             **({"settings": self._settings} if self._settings else {}),
         }  # fmt: skip
 
-    # ------------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------------ results
 
     @property
     def run_dir(self) -> Path:
@@ -238,7 +238,7 @@ class DistributedTuner:
 
     @property
     def best_checkpoint(self) -> Path:
-        """Checkpoint of the best row of the best trial, or its newest one if that was not kept.
+        """Checkpoint of the best row of the best trial, or the newest checkpoint of the trial if that one was not kept.
 
         Raises:
             ConfigError: the sweep has not run, no trial reported a finite value of the metric, or the best one saved no checkpoint.
@@ -401,8 +401,7 @@ def _written(each: Any) -> Any:
 
 @contextlib.contextmanager
 def _stopping(stop_file: Path) -> Iterator[list[int]]:
-    """Turn Ctrl-C and SIGTERM into the stop file, so that trials save and leave. A second Ctrl-C raises
-    KeyboardInterrupt.
+    """Create the stop file on Ctrl-C or SIGTERM, so that trials save and end. A second Ctrl-C raises KeyboardInterrupt.
 
     Yields the list of received signals.
     """

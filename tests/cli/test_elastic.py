@@ -197,21 +197,24 @@ def test_each_sample_is_seen_once_in_an_epoch_that_another_number_of_processes_f
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("backend", ["pytorch-ddp", "horovod"])
+@pytest.mark.parametrize(("backend", "loss"), [("pytorch-ddp", "link"), ("fsdp", "killed"), ("horovod", "killed")])
 def test_nodes_go_and_come(
     make_machines: Callable[..., Machines],
     start: Callable[..., Started],
     unchanged: Callable[[str, int], list[float]],
+    tmp_path: Path,
     backend: str,
+    loss: str,
 ) -> None:
-    """Three nodes; one is killed, one is told to leave, two come without a number: no node waits, and no restart is counted."""
+    """Three nodes; one is lost, one is told to leave, two come without a number: no node waits, and no restart is counted."""
     needs_backend(backend)
     expected = unchanged(backend, 3)
+    shared = ["--checkpoint-dir", str(tmp_path / "shared")] if backend == "fsdp" else []  # each node writes a part
     machines = make_machines(3, are_names_loopback=backend != "horovod")
 
     def begin(rank: int, *numbered: str) -> Started:
         (machines.homes[rank] / "train.py").write_text(SCRIPT)
-        own = [*with_nodes("1:3"), "--backend", backend, "--max-restarts", "1", *numbered]
+        own = [*with_nodes("1:3"), "--backend", backend, "--max-restarts", "1", *shared, *numbered]
         env = {"WAIT_S": "0.15", "SEEN": os.devnull, "DISTRIBUTED_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET[::-1]}
         return start([*machines.on(rank), *own], env=env)
 
@@ -219,8 +222,14 @@ def test_nodes_go_and_come(
     zero.wait_for("step 11 of 3", 120)
     commands = describe([pid for node in (zero, one, two) for pid in node.alive()])
     assert commands.count("--rdzv-endpoint") >= 3 and SECRET not in commands and SECRET[::-1] not in commands, commands
-    two.kill()
+    if loss == "link":
+        machines.link(2, "down")
+    else:
+        two.kill()
     zero.wait_for("of 2", GO_ON_S)
+    if loss == "link":
+        two.kill()
+        machines.link(2, "up")
     one.signal(signal.SIGTERM)
     zero.wait_for("of 1", GO_ON_S)
     assert one.finish(60).returncode == 143
@@ -231,7 +240,8 @@ def test_nodes_go_and_come(
     assert [each.returncode for each in ended] == [0, 0, 0], "\n".join(each.output for each in ended)
     sizes = sizes_of(ended[0].stdout)
     assert sizes[:3] == [3, 2, 1] and sizes[-1] == 3, ended[0].output
-    assert "node 2 (node2, 10.99.0.3) has ended, or its connection broke: going on without it" in ended[0].stderr
+    how = "has been silent for 10 s" if loss == "link" else "has ended, or its connection broke"
+    assert f"node 2 (node2, 10.99.0.3) {how}: going on without it" in ended[0].stderr
     assert off(weights_of(ended[0].stdout), expected) <= 1e-9, ended[0].output
     written = [path.read_bytes() for home in machines.homes for path in home.rglob("*") if path.is_file()]
     shown = [node.output.encode() for node in (zero, one, two, *again)]

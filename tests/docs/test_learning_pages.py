@@ -7,13 +7,20 @@ NAME is the file after it. `text output` is what the sample before it prints, wh
 from __future__ import annotations
 
 import ast
+import contextlib
+import dataclasses
 import importlib.util
+import inspect
 import re
 import runpy
 import shlex
 
 import pytest
 
+import distributed
+from distributed.cli.train import train_parser
+from distributed.config.settings import DistributedConfig
+from distributed.errors import ConfigError
 from tests.cli.test_help import parse
 from tests.conftest import needs_backend
 from tests.docs.test_pages import LEARNING, ROOT, blocks, name_of, write_files
@@ -142,6 +149,61 @@ def test_the_script_of_keras_gives_the_same_loss_on_tensorflow(run_python, tmp_p
         losses.append(float(re.findall(r"loss (\d\.\d{6})\s*$", done.stdout, re.M)[-1]))
 
     assert losses[0] == pytest.approx(losses[1], abs=2e-6) and losses[1] < 2
+
+
+def codes_of_tables():
+    """Yield the code in the column "here" of the tables for users of other libraries."""
+    for page in (ROOT / "docs/coming-from").glob("*.md"):
+        for line in page.read_text().splitlines():
+            if line.startswith("| "):
+                yield from re.findall(r"`([^`]+)`", line.split(" | ", 1)[1])
+
+
+def check_code(code):
+    """Raise if a flag, a setting and its value, an argument, a method and its arguments or a name does not exist."""
+    settings = {field.name for field in dataclasses.fields(DistributedConfig)}
+    others = {
+        *inspect.signature(distributed.Trainer).parameters,
+        *inspect.signature(distributed.Trainer.fit).parameters,
+    }
+    owners = {"trainer": distributed.Trainer, "s": distributed.Session, "distributed": distributed}
+    if re.match(r"(python|distributed|train|horovodrun|--\w+)\b", code) and "(" not in code:
+        unknown = {*re.findall(r"(?<!\S)--[\w-]+", code)} - {*train_parser()._option_string_actions}
+        assert not unknown, unknown
+    elif re.match(r"\w+=", code):
+        values = {each.arg: each.value for each in ast.parse(f"f({code})", mode="eval").body.keywords}
+        literals = {}
+        for name, value in values.items():
+            assert name in settings | others, name
+            with contextlib.suppress(ValueError):  # an object, or `...`
+                literals[name] = ast.literal_eval(value)
+        DistributedConfig(**{name: value for name, value in literals.items() if name in settings and value != {...}})
+    elif found := re.fullmatch(r"(?:with )?(\w+)\.(\w+)(\(.*\))?(?: as .*)?", code):
+        function = getattr(owners[found[1]], found[2])
+        if found[3]:
+            call = ast.parse(f"f{found[3]}", mode="eval").body
+            arguments = [...] * (len(call.args) + (found[1] != "distributed"))
+            inspect.signature(function).bind(*arguments, **{each.arg: ... for each in call.keywords})
+    elif found := re.fullmatch(r"(\w+)(\(.*\))?", code):
+        places = (distributed, distributed.Trainer, distributed.Session)
+        assert found[1] in settings | others or any(hasattr(place, found[1]) for place in places), code
+
+
+def test_what_users_of_other_libraries_are_told_to_write_exists():
+    foreign = {"TF_CONFIG", "DataLoader(shuffle=True)", "CSVLogger", "config.yaml"}
+    codes = set(codes_of_tables()) - foreign
+    assert len(codes) > 80
+    for code in codes:
+        check_code(code)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["--num-node 2", "epoch=3", "device='gpus'", "ddp={'find_unused': True}", "trainer.saves(path)", "trainer.log(name)", "keep_bests"],
+)  # fmt: skip
+def test_what_does_not_exist_is_found(code):
+    with pytest.raises((AssertionError, AttributeError, TypeError, ConfigError)):
+        check_code(code)
 
 
 def templates(file):

@@ -3,7 +3,7 @@
     python -m distributed.cli train --script tests/faults/job.py --nproc-per-node 2 --run-dir run --set hang_timeout=3 -- stop
     python -m distributed.cli why run
 
-Several names, separated by commas, are for one attempt of the workers each. `none` is no fault.
+Several names, separated by `+`, are for one attempt of the workers each. `none` is no fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from distributed import Callback, Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
 ATTEMPT = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-FAULTS = (sys.argv[1] if len(sys.argv) > 1 else "none").split(",")
+FAULTS = (sys.argv[1] if len(sys.argv) > 1 else "none").split("+")
 FAULT = dict(enumerate(FAULTS)).get(ATTEMPT, "none")
 STEP = 3
 WAITS_S = float(os.environ.get("FAULT_WAITS_S", "0"))  # seconds of each step, for faults that come from outside

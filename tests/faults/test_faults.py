@@ -67,10 +67,10 @@ FAULTS = (
     Fault("raise-on-rank-0", 1, ("rank 0 failed with RuntimeError: only rank 0", "rank 0, step 3", "line {only rank 0},", "rank-0.log")),
     Fault("memory", 1, ("rank 1 is out of memory in step 3: MemoryError", "rank 1, step 3 (training)", "line {bytearray(1 << 60)},")),
     Fault("device-memory", 1, ("rank 1 is out of memory in step 3: CUDA out of memory", "rank 1, step 3", "line {torch.OutOfMemoryError},")),
-    Fault("device-assert,device-assert", 1, ("failed in step 3", "rank 1 failed with AcceleratorError: CUDA error: device-side assert",
+    Fault("device-assert+device-assert", 1, ("failed in step 3", "rank 1 failed with AcceleratorError: CUDA error: device-side assert",
                                              "rank 1, step 3 (training)", "line {torch.AcceleratorError},", "restarted once, from step 2",
                                              "Usually an index is out of range")),
-    Fault("kill,kill,kill", 1, ("failed in step 3", "killed by signal 9 (SIGKILL); stopped, because the same failure came 3 times at step 3",
+    Fault("kill+kill+kill", 1, ("failed in step 3", "killed by signal 9 (SIGKILL); stopped, because the same failure came 3 times at step 3",
                                 "rank 1, step 3", "restarted 2 times, from step 2, step 2", "the machine or the container ran out of memory")),
     Fault("segfault", 0, ("rank 1 was killed by signal 11 (SIGSEGV)", "rank 1, step 3", "line {ctypes.string_at(0)},", _AGAIN)),
     Fault("disk-full", 0, ("finished at step 8", "1 failed, last step-00000004: No space left on device; later ones succeeded")),
@@ -136,7 +136,7 @@ def arguments(run: Path, name: str, *flags: str) -> list[str]:
 def test_three_faults_in_one_run_are_told_apart(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
     """The journal is cut after each failure in turn, as `why` finds it at that time."""
     names, run = ["segfault", "raise-on-rank-0", "loop-callback"], tmp_path / "run"
-    done = run_cli(arguments(run, ",".join(names), "--set", "restart_on_exception=true"))
+    done = run_cli(arguments(run, "+".join(names), "--set", "restart_on_exception=true"))
     assert done.returncode == 0, done.output
     again = "restarted 3 times, from step 2, step 2, step 2"
     check(run, Fault("", 0, ("finished at step 8", "failed 3 times before, last: rank 1 hangs in step 3", again)), done)

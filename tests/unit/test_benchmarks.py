@@ -351,10 +351,11 @@ def test_nodes_times_a_killed_worker_and_a_replaced_node(run_python, tmp_path):
     done = run_python([str(BENCHMARKS / "nodes.py"), "--rounds", "1"], timeout=200, cwd=tmp_path)
 
     rows = rows_of(done.stdout)
-    found = [float(rows[name][1]) for name in rows if ": s " in name]
+    goals, found = ([float(rows[name][column]) for name in rows if ": s " in name] for column in (0, 1))
     assert len(found) == 4 and min(found) > 0, done.output
-    is_missed = any(float(rows[name][1]) >= float(rows[name][0]) for name in rows if ": s " in name)
-    assert done.returncode == 0 or (done.returncode == 1 and is_missed), done.output
+    assert done.returncode == any(one > goal for one, goal in zip(found, goals, strict=True)), done.output
+    # The goals are those of a machine that does nothing else.
+    assert all(one <= 2 * goal for one, goal in zip(found, goals, strict=True)), done.output
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from distributed.backends._ray import placing
 from distributed.backends._ray.placing import Placement
 from distributed.backends._ray.resources import Workers
 from distributed.backends._ray.worker import Restart
@@ -132,3 +133,13 @@ def test_workers_on_a_silent_node_are_not_waited_for_and_the_next_start_elsewher
     made.run_as_many_as_fit()
     assert started == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
     assert cluster.tried == [3, 2] and cluster.selectors == [{"ray.io/node-id": "!in(1)"}] * 2
+
+
+def test_a_node_that_is_silent_a_second_time_is_avoided_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, now = placement(MadeUpCluster(monkeypatch, [1, 1], [0, 0]), 2, 1), 1000.0
+    monkeypatch.setattr(placing, "time", types.SimpleNamespace(monotonic=lambda: now))
+    for seconds, expected in ((0.0, 1), (150.0, 2), (0.0, 1)):  # two nodes are empty, and one of them is silent or was
+        now += seconds
+        if expected == 1:
+            assert list(made._see_silent({"1": [1]})) == [1]
+        assert made._most_that_fit() == expected

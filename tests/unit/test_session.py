@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import io
 import json
 import re
@@ -26,6 +27,7 @@ from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.request import Handover
 from distributed.launching.worker import _failed
+from distributed.runs.directory import RunDirectory
 from distributed.state import WorkerContext
 from distributed.training.files import TrainerFiles, _Taken
 from distributed.training.setup import merge
@@ -311,6 +313,19 @@ def test_another_trainer_has_a_directory_of_its_own(tmp_path):
     assert re.fullmatch(r"runs/train-\d{8}-\d{6}-[0-9a-f]{4}", runs[0])
     assert runs == [runs[0], f"{runs[0]}/fit-2", runs[0]]
     assert set(results(tmp_path)) == {runs[0].removeprefix("runs/"), "fit-2"}
+
+
+def test_trainers_that_are_gone_hold_no_locks(tmp_path):
+    """All but the first, whose directory belongs to this process."""
+    for _ in range(4):
+        trainer(checkpoint_dir=str(tmp_path / "own")).fit(DATA)
+    gc.collect()
+
+    locks = sorted(tmp_path.rglob(".lock"))
+    assert len(locks) == 8
+    held = [path for path in locks if RunDirectory(path.parent).holder()]
+    assert [path.parent for path in held] == [tmp_path / "own", *tmp_path.glob("runs/train-*")]
+    assert all(RunDirectory(path.parent).live_holder() == "" for path in set(locks) - set(held))
 
 
 def test_a_misspelt_monitor_is_told_after_the_first_update_and_an_error_after_the_first_epoch(capsys):

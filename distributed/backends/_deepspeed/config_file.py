@@ -1,4 +1,4 @@
-"""A user's DeepSpeed config: read, check and merge it with our settings. Imports nothing heavy."""
+"""Read and check a user's DeepSpeed config, and merge it with our settings. Imports no engine."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ _ADAM = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam"}
 
 
 def read(config: Any) -> Any:
-    """Return a dict, the content of a JSON file or of a `deepspeed.DeepSpeedConfig` as a plain dict. Return any
-    other value unchanged."""
+    """Return `config` as a plain dict if it is a dict, the path of a JSON file or a `deepspeed.DeepSpeedConfig`. Return
+    any other value unchanged."""
     config = getattr(config, "_param_dict", config)
     if isinstance(config, Mapping):
         return _plain(config)
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
 
 
 def at(config: Mapping[str, Any], path: Path_) -> Any:
-    """Return the value at `path`, or None if there is none or it is "auto", for which our setting is used."""
+    """Return the value at `path`. Return None if there is none, or if it is "auto", which selects our setting."""
     value: Any = config
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -169,7 +169,7 @@ def merged(own: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_optimizer_of(config: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with a section `optimizer` in which our settings replace the entries "auto" that name one of them."""
+    """Return `config` with entries "auto" in its section `optimizer` replaced by our settings of the same names."""
     section = config["optimizer"]
     ours = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     params = {

@@ -1,5 +1,5 @@
-"""torch's Adam and AdamW with DeepSpeed's C++ update, for parameters in host memory. The optimizer's
-state has torch's form; the updates differ from torch's by rounding only."""
+"""Run torch's Adam and AdamW with DeepSpeed's C++ update, for parameters in host memory. The optimizer's state has
+torch's form. The updates differ from torch's by rounding only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load(limit_s: float, notice: Callable[[str], None]) -> Any:
 
 
 class HostAdam:
-    """Make the updates of a torch.optim.Adam or AdamW. The class and the state of the optimizer stay unchanged."""
+    """Make the updates of a torch.optim.Adam or AdamW. The optimizer keeps its class and the form of its state."""
 
     def __init__(self, operator: Any, optimizer: torch.optim.Optimizer) -> None:
         check(optimizer)

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a plain model and optimizer, and how both become plain again."""
+"""Wrap a plain model and optimizer in DeepSpeed's engine, and unwrap both."""
 
 from __future__ import annotations
 
@@ -58,11 +58,10 @@ def _local_rank_set(local_rank: int) -> Iterator[None]:
 
 
 class Engine:
-    """`model` and `optimizer` wrapped by DeepSpeed, from the first update of a fit to its end.
+    """Wrap `model` and `optimizer` with DeepSpeed, from the first update of a fit to its end.
 
     Stages 1 to 3 change both in place: the optimizer updates flat fp32 partitions, and at stage 3 the model's
-    parameters are empty except while they are used. All ranks must call every method. `abandon` is
-    the only one that does not communicate.
+    parameters are empty except while they are used. All ranks must call every method. `abandon` does not communicate.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Import DeepSpeed for a device, and prevent what it would compile or print on its own."""
+"""Import DeepSpeed for a device, and keep it from compiling operators and printing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def before_script(request: LaunchRequest, found: WorkerEnvironment, on_event: On
 
 
 def warm_up(request: LaunchRequest) -> None:
-    """Import DeepSpeed in the launcher, once for all workers on CPUs. On GPUs each worker imports it, because the import
-    may use the GPU, which a process forked after that cannot."""
+    """Import DeepSpeed in the launcher, once for all workers on CPUs. On GPUs each worker imports it: the import
+    may use the GPU, and a process that is forked afterwards could not use it."""
     if request.device == "cpu":
         with contextlib.suppress(Exception):  # a worker gets the same error and reports it with its rank
             prepare(request.device)

@@ -1,4 +1,4 @@
-"""DeepSpeed's C++ operators, compiled once under a lock that does not outlive a killed build."""
+"""Compile DeepSpeed's C++ operators once, under a lock that is released when a build is killed."""
 
 from __future__ import annotations
 

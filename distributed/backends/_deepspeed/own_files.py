@@ -1,4 +1,4 @@
-"""DeepSpeed's own checkpoint files, which only its tools read. They are pickles; this package never reads them."""
+"""Write DeepSpeed's own checkpoint files, which only its tools read. They are pickles; this package never reads them."""
 
 from __future__ import annotations
 

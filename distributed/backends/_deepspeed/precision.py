@@ -1,4 +1,4 @@
-"""Mixed precision with DeepSpeed: the parameters themselves have 16 bits, and DeepSpeed's optimizer reads the loss
+"""Run mixed precision with DeepSpeed: the parameters themselves have 16 bits, and DeepSpeed's optimizer reads the loss
 scale from our `LossScale`."""
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LossScale:
 
 
 class EnginePrecision(Precision):
-    """Autocast while the model is plain; 16-bit parameters between `engage` and `release`."""
+    """Use autocast while the model is plain, and 16-bit parameters between `engage` and `release`."""
 
     def __init__(self, kind: str, device: torch.device, config: DistributedConfig) -> None:
         super().__init__(kind, device, config)

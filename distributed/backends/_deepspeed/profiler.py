@@ -1,4 +1,4 @@
-"""torch's profiler together with DeepSpeed's, which counts operations, parameters and time of each module."""
+"""Run torch's profiler together with DeepSpeed's, which counts operations, parameters and time of each module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One update by DeepSpeed's engine. The engine clips, checks for NaN and divides by the loss scale itself, in one
+"""Make an update with DeepSpeed's engine. The engine clips, checks for NaN and divides by the loss scale itself, in one
 pass over its partitions."""
 
 from __future__ import annotations

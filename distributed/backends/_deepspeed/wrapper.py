@@ -1,4 +1,4 @@
-"""DeepSpeed's engine around a model, from the first update of a fit to its end."""
+"""Put DeepSpeed's engine around a model, and observe it."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ class DeepSpeedWrapper(Wrapper):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Return a block in which the main process has whole fp32 weights and all ranks have fp32 buffers. A
-        collective: all ranks must call it."""
+        """Give the main process whole fp32 weights, and all ranks fp32 buffers, within the block. A collective: all
+        ranks must call it."""
         weights = contextlib.nullcontext() if self.engine is None else self.engine.whole_weights()
         with weights, self.whole_buffers():
             yield
 
     def whole_buffers(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the model's buffers are fp32."""
+        """Return a context manager in which the model's buffers are fp32."""
         assert self._precision is not None
         return self._precision.whole_buffers()
 

@@ -1,4 +1,4 @@
-"""Gradient exchange during the backward pass: each bucket is all-reduced once its last gradient is computed.
+"""Exchange gradients during the backward pass: each bucket is all-reduced once its last gradient is computed.
 
 `hvd.DistributedOptimizer` is not used: it sends each parameter by itself, and Horovod fuses the parameters that
 happen to be ready together. With three or more processes the order of summation then differs between runs. The buckets
@@ -131,7 +131,7 @@ class Buckets:
 
 
 class _Bucket:
-    """Several gradients as one tensor: all gradients one after the other, then for each a 1 if it exists, else a 0."""
+    """Hold several gradients in one tensor: the gradients one after the other, then a flag for each, 1 if it exists, else 0."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], *, has_flags: bool) -> None:
         self.parameters, self._has_flags = parameters, has_flags

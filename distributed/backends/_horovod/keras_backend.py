@@ -123,6 +123,6 @@ def entry_on_tensorflow(entry: BackendEntry) -> BackendEntry:
 
 
 def before_script(request: LaunchRequest, found: WorkerEnvironment, on_event: OnEvent) -> None:
-    """Prepare a worker before its script runs: set what TensorFlow reads at import, import it and seed it."""
+    """Prepare a worker before its script runs: set the variables that TensorFlow reads at import, import it and seed it."""
     start.set_environment(found, request.device)
     start.import_seeded(request)

@@ -1,4 +1,4 @@
-"""Rendezvous of Horovod's workers over Gloo: a small HTTP server and some environment variables.
+"""Run the rendezvous of Horovod's workers over Gloo: a small HTTP server and some environment variables.
 
 The launcher runs the server, because a script that calls `hvd.init()` itself needs the variables before it starts. Each
 attempt gets a new server, because a restarted worker would otherwise read the addresses of dead workers. Imports no

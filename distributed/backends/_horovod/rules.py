@@ -62,7 +62,7 @@ _OUR_RENDEZVOUS = Need("processes that horovodrun and mpirun did not start", _ha
 
 
 def check_job(job: Job) -> None:
-    """Raise ConfigError for a model or an optimizer that no engine here can train, before any process starts."""
+    """Raise ConfigError for a model or an optimizer that cannot be used with Horovod on any engine."""
     if type(job.model).__module__.partition(".")[0] == "mxnet":
         raise ConfigError("the model is one of MXNet, which is retired and not supported: use a torch or Keras model")
     if hasattr(job.optimizer, "_allreduce_grad_async"):

@@ -1,4 +1,4 @@
-"""Start of a run of Horovod. Keras on TensorFlow has its own adapter and environment."""
+"""Start the runs of Horovod. Keras on TensorFlow has its own adapter and environment."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class HorovodStarting(Starting):
-    """The start of a run of Horovod."""
+    """Start the runs of Horovod."""
 
     def make(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
         options: HorovodOptions = merged.config.options(self.backend_entry.group)

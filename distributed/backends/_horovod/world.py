@@ -1,4 +1,4 @@
-"""The processes that train together, over Horovod's collectives, without a torch process group."""
+"""Communicate between the processes of a run over Horovod's collectives, without a torch process group."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def load() -> Any:
 
 
 def is_left() -> bool:
-    """Return True if this process has left the world of Horovod, which keeps running in it."""
+    """Return True if this process has left the world of Horovod. Horovod itself keeps running in the process."""
     return horovod_state.is_left
 
 

@@ -1,4 +1,4 @@
-"""The module that `distributed.DistributedDataParallel` puts around a model in a Horovod world."""
+"""Define the module that `distributed.DistributedDataParallel` puts around a model in a Horovod world."""
 
 from __future__ import annotations
 

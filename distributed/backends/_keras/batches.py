@@ -1,4 +1,4 @@
-"""Parts of a batch of a Keras model: inputs, targets and sample weights."""
+"""Split a batch of a Keras model into inputs, targets and sample weights."""
 
 from __future__ import annotations
 

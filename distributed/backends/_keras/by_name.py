@@ -44,9 +44,10 @@ def _is_found(module: Any, name: str) -> bool:
 
 
 def own_metrics(metrics: Mapping[str, Any], targets: Any, outputs: Any) -> dict[str, tuple[Any, Any, bool]]:
-    """Return the metrics of the Trainer in the form of `compiled_metrics`. Those with a name are chosen as `compile` chooses them.
+    """Return the metrics of the Trainer in the form of `compiled_metrics`.
 
-    Raises ConfigError for a name with a model of several outputs.
+    Metrics given by name are chosen as `compile` chooses them. Raises ConfigError if a metric is given by name and
+    the model has several outputs.
     """
     import keras
 

@@ -1,4 +1,4 @@
-"""Keras models and optimizers in the files of a checkpoint, as numpy arrays. Every engine writes the same bytes.
+"""Store Keras models and optimizers in the files of a checkpoint, as numpy arrays. Every engine writes the same bytes.
 
 model/model.safetensors          variables by name; its metadata "keras" holds their order and how the model is built
 optimizer/optimizer.safetensors  state.<parameter>.<slot>
@@ -52,10 +52,12 @@ def load_model(model: Any, directory: Path) -> None:
 
 
 def load_weights(model: Any, weights: StoredWeights, *, strict: bool) -> LoadedWeights:
-    """Load stored weights into the variables of `model` and return what did not fit. The states of seed generators stay.
+    """Load stored weights into the variables of `model` and return what did not fit. The states of seed generators do not
+    change.
 
-    If the number, the order and the shapes of all variables agree, they are matched as `load_model` does. Otherwise they are matched
-    by the names of layers, so these should not be left to Keras.
+    If the number, the order and the shapes of all variables agree, they are matched as in `load_model`. Otherwise they are matched
+    by the names of their layers. Layers should then have explicit names, because generated names differ between processes.
+
     Raises CheckpointError with the mismatches, before any variable changes, if `strict` or if nothing fits.
     """
     kept, stored = _kept(weights.files), weights.tensors
@@ -187,7 +189,11 @@ def _build_config(model: Any) -> Any:
 
 
 def _without_model(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of variables by these names without the name of the model, which Keras numbers in each process."""
+    """Return short name -> name for the names of variables.
+
+    A short name lacks the name of the model if all names begin with it. Keras adds a number to it that differs between
+    processes. States of seed generators are left out.
+    """
     kept = [name for name in names if "seed_generator_state" not in name]
     models = {name.partition("/")[0] for name in kept}
     is_common = len(models) == 1 and all("/" in name.partition("/")[2] for name in kept)

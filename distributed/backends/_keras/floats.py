@@ -1,4 +1,4 @@
-"""The float type of Keras during a run."""
+"""Set the float type of Keras during a run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Losses and metrics of Keras as sums and counts, so that the result does not depend on how a batch is split. Works
-on any engine."""
+"""Compute losses and metrics of Keras as sums and counts, so that the result does not depend on how a batch is split.
+Works on any engine."""
 
 from __future__ import annotations
 

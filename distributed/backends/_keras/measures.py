@@ -52,7 +52,7 @@ def in_order_of_keras(call: Arguments) -> Arguments:
 
 
 class SumsMeasure:
-    """Compute a metric from sums in float64 of what each batch adds to its variables."""
+    """Compute a metric from float64 sums of the values that each batch adds to its variables."""
 
     training = True
 

@@ -12,9 +12,9 @@ _DECAYS_GRADIENT = ("adam", "sgd")  # torch adds the decay to the gradient; Kera
 
 
 def named_optimizer(wanted: NamedOptimizer, variables: Mapping[str, Any], notice: Callable[[str], None]) -> Any:
-    """Return the Keras optimizer for the trainable `variables`, by their names with dots.
+    """Return the Keras optimizer for the trainable `variables`, given as name -> variable. The names have dots, not slashes.
 
-    Raises ConfigError for what Keras cannot do, and if an entry of `layer_rates` applies to no variable.
+    Raises ConfigError for a setting that Keras does not support, and if an entry of `layer_rates` applies to no variable.
     """
     import keras
 
@@ -50,7 +50,7 @@ def named_optimizer(wanted: NamedOptimizer, variables: Mapping[str, Any], notice
 
 
 def _by_variable(kind: type, wanted: NamedOptimizer, variables: Mapping[str, Any], in_gradient: float) -> type:
-    """Return the class `kind` with the rate and the decay of each variable. `in_gradient` is the decay that is added to gradients.
+    """Return a subclass of `kind` that applies a rate and a decay to each variable. `in_gradient` is the decay added to gradients.
 
     The variables with one rate are updated together, by Keras's own update.
     """

@@ -108,7 +108,8 @@ def _remade_model(
     from keras.src.saving.serialization_lib import SafeModeScope
 
     try:
-        with keras.saving.custom_object_scope(custom), SafeModeScope(False):  # it may contain the script's functions
+        # The model may contain the script's functions.
+        with keras.saving.custom_object_scope(custom), SafeModeScope(False):
             model = cls.from_config(config)
             if values and not (model.built and model.variables):
                 model.build_from_config(build)

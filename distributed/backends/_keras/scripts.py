@@ -16,7 +16,7 @@ _MOST_FILES = 50
 
 
 def keras_engine(environ: Mapping[str, str]) -> str | None:
-    """Return the engine of Keras in `environ` of a backend's workers, or None if the backend leaves it to Keras."""
+    """Return the Keras engine that `environ`, the environment of a backend's workers, selects, or None if it selects none."""
     return environ.get("KERAS_BACKEND")
 
 

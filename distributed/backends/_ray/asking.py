@@ -1,6 +1,6 @@
-"""Ask a Ray cluster for its nodes, in a process that ends, because Ray cannot be used before a fork.
+"""Ask a Ray cluster for its nodes in a separate process, because a process that has used Ray must not fork.
 
-The process is this file, run by its path: `python asking.py ADDRESS`. It prints one line of JSON.
+The process runs this file by its path: `python asking.py ADDRESS`. It prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": "ignore"}
 
 
 def ask(address: str, patience_s: float) -> Sequence[dict[str, Any]]:
-    """Return what `ray.nodes()` says of the cluster at `address`.
+    """Return the result of `ray.nodes()` for the cluster at `address`.
 
     Raises:
         ConnectionError: the cluster cannot be reached. The message is that of Ray.
@@ -54,7 +54,7 @@ def main(address: str) -> None:
         answer = {"error": str(error)}
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # the cluster notices the end, and a shutdown takes seconds
+    os._exit(0)  # the cluster notices the end of the process, and a shutdown would take seconds
 
 
 if __name__ == "__main__":

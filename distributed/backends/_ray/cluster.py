@@ -1,4 +1,4 @@
-"""The Ray side of a launch: start a cluster or join an existing one, and run Ray Train on it."""
+"""Start a Ray cluster or join an existing one, and run the workers of a launch on it."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from distributed.runs.temporary import claim
 
 _REACH_S = 5.0  # time for the port of an existing cluster to answer
 _ANSWER_S = 20.0  # time for the server at this port to send its first bytes, even on a busy machine
-LOOK_S = 1.0  # between two looks at the nodes of a cluster
+LOOK_S = 1.0  # time between two looks at the nodes of a cluster
 JOIN_S = 180.0  # time for joining an existing cluster, for all attempts together
 LOCAL_OBJECT_STORE_BYTES = 10**8
-LONGEST_S = 10.0**7  # of a time limit without an end
+LONGEST_S = 10.0**7  # stands for an unlimited time
 _LONGEST_DIRECTORY = 26
 _ADDRESS = re.compile(r"(?:ray://)?(\[[^\[\]]+\]|[^\[\]/:\s]+):(\d+)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names that mean a different machine on each node
@@ -110,9 +110,9 @@ class Cluster:
         start_own(self._ray, self.scratch, _local_cpus(), LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes, **quiet)
 
     def look(self) -> tuple[dict[str, str], Missing | None]:
-        """Return (id -> name of each node that is alive, what the workers lack there). Call `connect` first.
+        """Return (id -> name of each node that is alive, the resources that the workers lack or None). Call `connect` first.
 
-        A trial's placement group is not looked at.
+        In a trial the second entry is None, because the placement group is not examined.
         """
         nodes = nodes_of(self._ray.nodes())
         is_placed = self._group is not None
@@ -147,7 +147,7 @@ class Cluster:
         return False
 
     def room(self) -> int:
-        """Return how many workers could be started beside those that run, in a run whose number may change."""
+        """Return how many more workers could be started. Return 0 if the number of workers cannot change."""
         return 0 if self._placement is None else self._placement.room()
 
     def leave(self) -> None:

@@ -1,5 +1,5 @@
-"""Launcher over Ray: Ray Train places and restarts the workers; this launcher decides how an attempt ended and displays
-it.
+"""Launch workers over Ray. Ray Train places and restarts the workers. This launcher decides how an attempt ended, and
+displays it.
 
 Ray runs in a separate process. In the launcher's process one thread runs the rendezvous server, one reads the workers'
 output, and the main thread decides whether to restart.
@@ -45,7 +45,7 @@ from distributed.runs.processes import REGROUP_SIGNAL, STOP_SIGNALS
 from distributed.runs.summary import close_results
 from distributed.state import EpochMetrics, OnEvent
 
-_NODE_LOST_S = 60.0  # for Ray to notice that a node was killed; by default it takes up to 50 s
+_NODE_LOST_S = 60.0  # time for Ray to notice that a node was killed; with Ray's defaults this takes up to 50 s
 _LAST_LOOK_S = 5.0  # time for a look at the nodes of the cluster to end
 _RAY_ENDS_S = 30.0  # time for Ray to shut down when the run is over; after that it is killed
 
@@ -71,8 +71,7 @@ def serve(request: LaunchRequest) -> int:
 
 
 def _threads(request: LaunchRequest) -> dict[str, str]:
-    """Return the variables for a worker's number of threads that replace the default, the worker's share of this
-    machine.
+    """Return the variables that set a worker's number of threads. The default is the worker's share of this machine.
 
     They are the variables that the user set and, on an existing cluster, the number of CPUs that Ray reserves for each
     worker.
@@ -98,9 +97,9 @@ class _Launch:
         self._output = WorkerOutput(run, display, side, self._verdicts.add, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
         self._server = RendezvousServer(signals, self._stop, self._send, self._begin, self._add_news)
-        self._world_size = 0  # of the newest attempt
-        self._names: dict[int, str] = {}  # of its nodes
-        self._count, self._room = WorkerCount(request), 0  # of workers that could be started beside those that run
+        self._world_size = 0  # number of workers of the newest attempt
+        self._names: dict[int, str] = {}  # names of the nodes of the newest attempt
+        self._count, self._room = WorkerCount(request), 0  # `_room`: number of further workers that could be started
         self._attempt, self._threads = 0, threads
         self._run_id = uuid.uuid4().hex
         # why Ray or this launcher could not start the workers
@@ -146,7 +145,7 @@ class _Launch:
         )
         seconds, before, is_failure = max(limit, self._cluster.wait_s), 0, False
         while (news := self._news_within(seconds, too_few, "start_timeout")) == "begun":
-            left += is_failure and self._world_size < before  # nodes were lost, so nothing has failed
+            left += is_failure and self._world_size < before  # nodes were lost, which does not count as a failure
             before = self._world_size
             self._count.begin()
             while (verdict := self._verdicts.judge(left)) is Verdict.AT_WORK:
@@ -229,7 +228,7 @@ class _Launch:
         """Run Ray until it ends, or report why it cannot run. Called in Ray's process."""
         logging.basicConfig(level=logging.WARNING)
         if self._cluster.scratch is None:
-            # A job of Ray that is stopped gets SIGTERM in all of its processes. This one ends after the workers have saved.
+            # Ray sends SIGTERM to all processes of a job that is stopped. This process must not end before the workers have saved.
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         is_over = threading.Event()
         watch = threading.Thread(target=self._watch_nodes, args=(on_event, is_over), name="nodes of Ray", daemon=True)
@@ -349,7 +348,7 @@ class _Launch:
         is_even = len({environment.local_world_size for environment in environments}) == 1
         even = num_nodes if is_even else 1
         processes = {"num_nodes": even, "nproc_per_node": len(workers) // even}
-        if self._request.is_elastic:  # the workers know the most of them, which sets the global batch
+        if self._request.is_elastic:  # pass the largest number, which sets the global batch
             processes = {"num_nodes": 1, "nproc_per_node": self._request.nproc_per_node}
         nodes = {worker.hello["node"]: worker.hello["addresses"] for worker in workers.values()}
         for environment, worker in zip(environments, workers.values(), strict=True):
@@ -418,7 +417,7 @@ def objection(workers: Mapping[int, WorkerConnections], run_dir: Path) -> str | 
 
 
 def node_names(workers: Mapping[int, WorkerConnections]) -> dict[int, str]:
-    """Return rank -> name of its node: the host name, with the address if several nodes have the same."""
+    """Return rank -> name of its node: the host name, with the address if several nodes have the same host name."""
     hosts = {worker.hello["node"]: worker.hello["host"] for worker in workers.values()}
     return {
         rank: worker.hello["host"]

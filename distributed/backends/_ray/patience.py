@@ -1,4 +1,4 @@
-"""Wait for Ray to place workers: what the launcher says meanwhile, and when it gives up.
+"""Wait for Ray to place workers. Show messages meanwhile, and give up after a time limit.
 
 Workaround (Ray 2.60, ray-project/ray#38984; may go when Ray limits the time to join a cluster and to place workers): Ray may
 wait for ever.
@@ -14,9 +14,9 @@ from distributed.errors import DistributedError, ResourceError
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
-_LINE_S = 30.0  # between two lines that say how long is still waited
+_LINE_S = 30.0  # time between two lines that show the remaining time
 _TICK_S = 0.5
-_LONG_S = 10.0**6  # a time limit above this is none
+_LONG_S = 10.0**6  # a longer time limit counts as unlimited and is not shown
 _MARGIN_S = 30.0  # time for Ray's process to report that its own wait is over
 
 

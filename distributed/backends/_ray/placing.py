@@ -14,11 +14,10 @@ from distributed.backends._ray.resources import Workers, nodes_of
 from distributed.errors import ResourceError
 from distributed.launching.request import LaunchRequest
 
-_PLACED_S = 10.0  # for Ray to place workers that should fit
-_RESERVED_S = 2.0  # for Ray to reserve what its nodes show as free
-_SILENT_S = (
-    120.0  # no worker is placed for so long on a node that did not answer; meanwhile Ray itself notices that it is lost
-)
+_PLACED_S = 10.0  # time for Ray to place workers that should fit
+_RESERVED_S = 2.0  # time for Ray to reserve resources that its nodes show as free
+# Time in which no worker is placed on a node that did not answer. Ray notices within it that the node is lost.
+_SILENT_S = 120.0
 
 logger = logging.getLogger(__name__)
 OnLost = Callable[[int], None]  # called with the number of an attempt of which a worker was lost
@@ -26,7 +25,7 @@ OnLost = Callable[[int], None]  # called with the number of an attempt of which 
 
 @dataclasses.dataclass
 class _Spare:
-    """Resources that are reserved for more workers, so that they are there when these start."""
+    """Hold resources that are reserved for more workers, so that these workers can start at once."""
 
     most: int = 0  # workers that may still be added; 0 while no attempt runs
     groups: list[Any] = dataclasses.field(default_factory=list)
@@ -40,7 +39,7 @@ class Placement:
     Args:
         ray: the module, connected to the cluster.
         request: the run.
-        workers: the workers, of which `per_node` are the fewest.
+        workers: the workers; `per_node` is their smallest number.
         worker_config: the argument of each worker, to which the number of the attempt is added.
         on_lost: called if a worker of an attempt was lost, which the launcher may not know if the worker had not connected yet.
     """
@@ -94,15 +93,15 @@ class Placement:
                         self._spare = _Spare(self._request.nproc_per_node - number)
                     is_wanted = self._run(group, list(range(number)), abandons_silent=True)
             self._free_spare()
-            # If they were not placed, others use some of the resources, or a node is lost and Ray has not noticed it.
+            # If the workers were not placed, other programs use resources, or Ray has not noticed yet that a node is lost.
             fewer = max(self._workers.per_node, min(number - 1, self._num_free()))
             number = self._most_that_fit() if is_placed else fewer
 
     def room(self) -> int:
-        """Return how many workers could be started beside those that run, and reserve what they need.
+        """Return how many more workers could be started, and reserve the resources that they need.
 
-        What the nodes show as free may be too little on each of them, so what counts is what Ray has reserved. May be called
-        from another thread.
+        The free resources of all nodes together may be too little on each node. Only workers for which Ray has reserved
+        resources are therefore counted. May be called from another thread.
         """
         from ray.util.placement_group import placement_group, remove_placement_group
 
@@ -133,7 +132,7 @@ class Placement:
             remove_placement_group(group)
 
     def _most_that_fit(self) -> int:
-        """Return how many workers to start: as many as fit on empty nodes, at least the fewest."""
+        """Return how many workers to start: as many as fit on empty nodes, but at least `per_node`."""
         silent = self._silent_nodes()
         fit = sum(self._workers.that_fit_on(node) for node in nodes_of(self._ray.nodes()) if node.id not in silent)
         return max(self._workers.per_node, min(fit, self._request.nproc_per_node))
@@ -168,7 +167,7 @@ class Placement:
         """Run one attempt of the workers, each in the bundle of its rank. Return whether another attempt is wanted.
 
         With `abandons_silent`, the workers on nodes that do not answer are not waited for when the others have ended: Ray may notice
-        only after a minute that such a node is lost. The workers there end by themselves, as their connections with the launcher do.
+        only after a minute that such a node is lost. The workers there end by themselves, because their connections break.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -207,7 +206,7 @@ class Placement:
     def _see_silent(self, silent: Mapping[str, Sequence[int]]) -> Iterator[int]:
         """Record the nodes that do not answer, and yield the ranks there."""
         for node, ranks in silent.items():
-            self._silent.setdefault(node, time.monotonic())
+            self._silent[node] = time.monotonic()
             yield from ranks
 
     def _bundle_indices(self, bundles: Sequence[Mapping[str, float]]) -> list[int]:

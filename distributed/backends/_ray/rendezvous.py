@@ -33,7 +33,8 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )  # fmt: skip
-# What reading from a machine says that did not answer for so long, unlike one whose process has ended.
+# Errors of reading from a machine that did not answer for so long. If only its process has ended, reading raises none of
+# them.
 _SILENCE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 STREAMS = ("stdout", "stderr", "control")
 _KINDS = ("commands", *STREAMS)
@@ -77,7 +78,7 @@ class RendezvousServer:
         self._lock = threading.RLock()
         self._joining: dict[str, WorkerConnections] = {}  # by each worker's random name
         self._joined: dict[int, WorkerConnections] = {}  # the workers of a complete attempt, by rank
-        self._broken = 0  # attempts up to this number have lost a worker, and begin no more
+        self._broken = 0  # attempts up to this number have lost a worker, and do not begin any more
         self.num_lost = 0  # workers of this attempt that have gone without an exit status, as when their node is lost
         self._silent: set[str] = set()  # nodes of this attempt that do not answer
         self._is_over = False  # if True, workers that Ray starts later are refused
@@ -115,7 +116,7 @@ class RendezvousServer:
     def end_attempt(self, *, restart: bool) -> None:
         """End this attempt and its workers. With `restart` Ray starts the workers of the next attempt.
 
-        The workers learn which nodes do not answer, and pass it on to Ray's process as the reason of their end. Without `restart`,
+        The command names the nodes that do not answer, and the workers pass these names on to Ray's process. Without `restart`,
         workers that connect later are refused: Ray may restart workers that died, whatever the launcher decides.
         """
         with self._lock:
@@ -237,7 +238,7 @@ class RendezvousServer:
             self._break(attempt)
 
     def _break(self, attempt: int) -> None:
-        """Begin this attempt no more, because it has lost a worker before all had connected: the others start again with the next.
+        """Do not begin this attempt, because it lost a worker before all had connected. The others start with the next attempt.
 
         The workers of an attempt that has begun receive nothing here, because the verdict on the attempt decides.
         """

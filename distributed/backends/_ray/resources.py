@@ -53,7 +53,7 @@ class Workers:
 
 
 def nodes_of(listed: Iterable[Mapping[str, Any]]) -> list[RayNode]:
-    """Return the nodes that are alive, in the form of `ray.nodes()`. A host name that is not unique gets its address."""
+    """Return the alive nodes in `listed`, a result of `ray.nodes()`. Nodes with equal host names are named by address."""
     alive = [each for each in listed if each["Alive"]]
     hosts = [each["NodeManagerHostname"] for each in alive]
     return [
@@ -81,7 +81,7 @@ class Missing:
     fix: str
 
     def error(self) -> ResourceError:
-        """Return the error that says both."""
+        """Return the error with `what` and `fix` as its message."""
         return ResourceError(f"{self.what}: {self.fix}")
 
 

@@ -1,4 +1,4 @@
-"""Start of a run on Ray: on an existing cluster, on a cluster of its own, or inside a trial of Ray Tune."""
+"""Start runs on Ray: on an existing cluster, on a cluster of their own, or inside a trial of Ray Tune."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RayStarting(TorchStarting):
-    """The start of a run on Ray."""
+    """Start runs on Ray."""
 
     def make(self, merged: MergedConfig, plan: ProcessPlan) -> Backend[Any]:
         from distributed.backends.ray import RayBackend, RayFSDPBackend
@@ -123,7 +123,8 @@ def _nodes(address: str, patience_s: float, *, is_given: bool) -> list[RayNode]:
 def _gpus_to_plan(config: DistributedConfig, nodes: Sequence[RayNode]) -> int:
     """Return the number of GPUs of each node for `plan_processes`: those of all nodes together if Ray chooses the nodes.
 
-    If GPUs are asked for, or there are some but too few, the number is large enough. `missing` then says what is missing.
+    If GPUs are asked for, or the cluster has some, the number is at least the one that the settings need, so that
+    `plan_processes` does not refuse them. `missing` then reports what is missing.
     """
     sizes = sorted((int(node.gpus) for node in nodes), reverse=True)
     if config.num_nodes == 1:

@@ -1,4 +1,4 @@
-"""Trials of Ray Tune: whether this process runs one, what it was given, and how Ray Tune waits for it."""
+"""Find out whether this process runs a trial of Ray Tune and with which resources, and make Ray Tune wait for its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Code that runs in a Ray worker: start one training process and supervise it until the launcher's last command.
+"""Run in a Ray worker: start one training process and supervise it until the launcher's last command.
 
 Training needs a separate process, because Ray calls a train function in a thread. In a thread signal handlers do not
 work, a script cannot be `__main__`, and output goes to Ray's own logs.
@@ -47,7 +47,7 @@ class Restart(RuntimeError):
 
 
 def train(worker_config: Mapping[str, Any]) -> None:
-    """Train function for Ray Train. `worker_config` contains the address of the launcher and the request for the process.
+    """Train, as the train function of Ray Train. `worker_config` has the address of the launcher and the request for the process.
 
     If the launcher wants all processes to start again, the Ray workers stay and start new ones, because Ray needs many seconds to
     replace its workers. If a Ray worker itself has ended, the others wait here for it, and Ray replaces all of them.
@@ -130,8 +130,8 @@ def work(
 
 
 def _report_end(launcher: LauncherConnections, status: int, reached: tuple[int, int]) -> None:
-    """Report the exit status of the process and where it was, after the launcher has read all of its output. Without the wait the status
-    could arrive first, because it is sent on another connection."""
+    """Report the exit status and the progress of the process, after the launcher has read all of its output. Without the wait
+    the status could arrive first, because it is sent on another connection."""
     for kind in STREAMS:
         launcher.sockets[kind].shutdown(
             socket.SHUT_WR
@@ -178,11 +178,11 @@ class _Commands:
 def _start(
     worker_config: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]
 ) -> tuple[subprocess.Popen[bytes], Board]:
-    """Start the training process, and return it with the memory in which it says where it is.
+    """Start the training process, and return it with the shared memory in which it records its progress.
 
     It inherits `streams` and reads everything else from its standard input.
     """
-    # The request has the processes that the nodes of this attempt have, not those that were asked for.
+    # Put the numbers of nodes and processes of this attempt into the request, in place of those that were asked for.
     request, fds = {**worker_config["request"], **start["processes"]}, [stream.fileno() for stream in streams]
     with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as memory:
         memory.truncate(SLOT_BYTES)

@@ -1,4 +1,4 @@
-"""The user's Keras model: build it, give it the element types of the run, and check its layers."""
+"""Build the user's Keras model, give it the element types of the run, and check its layers."""
 
 from __future__ import annotations
 

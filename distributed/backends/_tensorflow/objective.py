@@ -1,4 +1,4 @@
-"""Compute the loss and metrics of a batch while a graph is traced. A Keras model has the same ones on every engine."""
+"""Compute the loss and metrics of a batch while a graph is traced. They are the same on every engine."""
 
 from __future__ import annotations
 

@@ -320,8 +320,8 @@ def _batching(data: Any) -> int | None:
 
 
 def _of_inner(data: Any) -> int | None:
-    """Return the batch size after flat_map or interleave: None if they split each batch into samples, or the size
-    before if they keep batches. The number of dimensions before and after shows which."""
+    """Return the batch size after flat_map or interleave: None if they split each batch into samples, or the size before
+    them if they keep batches. The numbers of dimensions before and after tell these cases apart."""
     (source,) = data._inputs()
     size = _batching(source)
     if size is None:
@@ -339,8 +339,8 @@ def _ranks(data: Any) -> list[int]:
 
 
 def _has_short_batch_last(data: Any) -> bool:
-    """Return True if all batches except the last have the size that `_batching` returns. They do not after .repeat() or
-    .rebatch()."""
+    """Return True if all batches except the last have the size that `_batching` returns. This does not hold after
+    .repeat() or .rebatch()."""
     while type(data).__name__ in _KEEPING:
         data = data._input_dataset
     return type(data).__name__ in _BATCHING

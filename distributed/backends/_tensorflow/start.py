@@ -44,7 +44,7 @@ _KEYS_OF_ONE = 100_000  # distance between the collective keys of strategies, as
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Joined:
-    """This process in TensorFlow's cluster. `store` is shared by all workers and is a torch.distributed Store."""
+    """Hold the cluster that this process has joined. `store` is a torch.distributed Store that all workers share."""
 
     strategy: Any
     store: Any

@@ -22,7 +22,7 @@ from distributed.state import WorkerContext
 _LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.CancelledError)
 
 
-_raised: list[Exception] = []  # of Python code in a graph, for which TensorFlow 2.21 raises its own
+_raised: list[Exception] = []  # exceptions of Python code in a graph, which TensorFlow 2.21 replaces by its own
 
 
 def carried(function: Callable[[Any], Any], value: Any) -> Any:
@@ -60,7 +60,7 @@ def heard() -> Iterator[None]:
 
 
 class Collectives(Protocol):
-    """Protocol: combine tensors over several processes. Every method is a collective."""
+    """Combine tensors over several processes. Every method is a collective."""
 
     def summed(self, tensors: list[Any]) -> list[Any]:
         """Return tensors of one element type summed over all ranks, in a graph."""

@@ -44,12 +44,12 @@ class AveragedTensors:
             self._exchange()
 
     def as_validated(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block in which the model has the weights of a validation: the averaged ones, if there are some."""
+        """Return a context manager in which the model has the averaged weights, if there are some, as in a validation."""
         return self._shown() if self._is_used and self._has_begun else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
-        """Let the model have the trained weights inside the `with` block."""
+        """Give the model the trained weights within the block."""
         was_shown = self._is_shown
         self.hide()
         yield

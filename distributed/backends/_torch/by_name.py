@@ -11,7 +11,8 @@ T = TypeVar("T")
 class ByName(Generic[T]):
     """Give an object the methods of a mapping.
 
-    It is no `collections.abc.Mapping`, which compares by content: modules and optimizers are compared by identity.
+    This is not a `collections.abc.Mapping`, because a Mapping compares by content, while modules and optimizers are compared
+    by identity.
     """
 
     _by_name: dict[str, T]
@@ -29,7 +30,7 @@ class ByName(Generic[T]):
         return name in self._by_name
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return what is called `name`, or `default`."""
+        """Return the object named `name`, or `default`."""
         return self._by_name.get(name, default)
 
     def keys(self) -> KeysView[str]:
@@ -37,9 +38,9 @@ class ByName(Generic[T]):
         return self._by_name.keys()
 
     def values(self) -> ValuesView[T]:
-        """Return what the names stand for."""
+        """Return the objects."""
         return self._by_name.values()
 
     def items(self) -> ItemsView[str, T]:
-        """Return the names and what they stand for."""
+        """Return the pairs of name and object."""
         return self._by_name.items()

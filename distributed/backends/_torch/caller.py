@@ -1,4 +1,4 @@
-"""Handle what torch has in the process that calls `fit` when workers train. Does not load torch."""
+"""Handle torch's profiler and DataLoaders in the process that calls `fit` when workers train. Does not load torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def active_profiler() -> str | None:
-    """Return what to call torch's profiler in a message if it records this process, else None."""
+    """Return a name for torch's profiler, for messages, if it records this process, else None."""
     torch = sys.modules.get("torch")  # None where torch is not loaded, and then its profiler is not active
     return "torch profiler" if torch is not None and torch.autograd._profiler_enabled() else None
 

@@ -68,7 +68,8 @@ def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], 
 def _left_out(backend: TorchBackend[Any], directory: Path, content: Any) -> frozenset[str]:
     """Return the names of the parameters that the checkpoint lacks, after comparing them with those of the model.
 
-    `content` is the record of them in the state of the checkpoint, None for a whole one. Raises CheckpointError.
+    `content` is the record of these parameters in the state of the checkpoint, or None if the checkpoint has all parameters.
+    Raises CheckpointError if the parameters differ.
     """
     record = frozen.stored_record(content, directory)
     if backend.frozen is not None:
@@ -93,7 +94,7 @@ def take_weights(model: Any, directory: Path, config: DistributedConfig) -> Any:
     built = modules.build_model(made, config, torch.device("cpu"))
     record = frozen.stored_record(read_state(checkpoint)[1].get("frozen"), checkpoint)
     if config.init_from is not None and frozen.record_of(built, record) != record:
-        load_weights(built, config.init_from, strict=False)  # the workers got the frozen ones from there
+        load_weights(built, config.init_from, strict=False)  # the workers loaded the frozen parameters from `init_from`
     left_out = frozen.checked_names(built, record, checkpoint)
     tensors.load_model(built, directory, left_out)
     return built

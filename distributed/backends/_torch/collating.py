@@ -29,10 +29,10 @@ class Columns:
     `read` finds them once the model is built. Before that, all columns are kept.
     """
 
-    is_fixed: bool  # whether all columns are kept for good: for a `training_step`, several models, or by the setting
+    is_fixed: bool  # whether all columns are always kept: for a `training_step`, an own loop, several models, or by the setting
     has_loss_fn: bool
     names: frozenset[str] | None = None
-    arguments: frozenset[str] = frozenset()  # that the model's `forward` names
+    arguments: frozenset[str] = frozenset()  # names of the arguments of the model's `forward`
     seen: list[str] = dataclasses.field(default_factory=list)  # the columns of the data sets of this trainer
 
     def see(self, dataset: Any) -> None:
@@ -40,7 +40,7 @@ class Columns:
         self.seen += [name for name in getattr(dataset, "column_names", None) or () if name not in self.seen]
 
     def read(self, model: torch.nn.Module, notice: Callable[[str], None]) -> None:
-        """Find the columns that `model` takes, and say which of the data sets' are dropped."""
+        """Find the columns that `model` takes. Show a notice that names the columns of the data sets that are dropped."""
         if self.is_fixed:
             return
         names = _argument_names(model)
@@ -68,7 +68,7 @@ class Columns:
         return {"labels" if name in others else name: value for name, value in row.items()}
 
 
-_ALL = Columns(is_fixed=True, has_loss_fn=False)  # of rows that are not of a Hugging Face data set
+_ALL = Columns(is_fixed=True, has_loss_fn=False)  # for rows that do not come from a Hugging Face data set
 
 
 def _argument_names(model: Any) -> list[str]:
@@ -80,7 +80,7 @@ def _argument_names(model: Any) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Batching:
-    """How the samples of a trainer's data sets become batches."""
+    """Define how the samples of a trainer's data sets become batches."""
 
     collate_fn: Callable[[Any], Any] | None
     processing: Any
@@ -88,7 +88,7 @@ class Batching:
 
     @classmethod
     def of(cls, job: Job, *, removes_columns: bool) -> Batching:
-        """Return how the samples of `job` become batches."""
+        """Return the Batching of `job`."""
         is_fixed = bool(job.names) or job.is_own_loop or job.training_step is not None or not removes_columns
         return cls(job.collate_fn, job.processing_class, Columns(is_fixed, job.loss_fn is not None))
 
@@ -115,7 +115,7 @@ class Batching:
         return default_collate
 
 
-PLAIN = Batching.of(Job(None), removes_columns=True)  # of data without arguments of a trainer
+PLAIN = Batching.of(Job(None), removes_columns=True)  # for data that is read without the arguments of a trainer
 
 
 def _name_of(function: Any) -> str:
@@ -212,7 +212,7 @@ class RowCollator:
 
 @contextlib.contextmanager
 def _without_advice(tokenizer: Any) -> Iterator[None]:
-    """Hide the tokenizer's advice to pad in its call, which does not suit rows that are tokenized already."""
+    """Hide the tokenizer's advice to let its call pad. The advice does not apply to rows that are tokenized already."""
     name, told = "Asking-to-pad-a-fast-tokenizer", getattr(tokenizer, "deprecation_warnings", {})
     before = told.get(name)
     told[name] = True

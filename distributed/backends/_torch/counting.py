@@ -62,7 +62,7 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Add up the FLOPs of the operators that run in a block by the formulas of torch's `FlopCounterMode`.
 
     `FlopCounterMode` (torch 2.13) also counts forward passes that are recomputed in a backward pass, and its hooks on
-    every module do not see those that are sharded.
+    modules miss modules that are sharded.
     """
 
     def __init__(self) -> None:

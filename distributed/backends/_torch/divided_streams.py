@@ -24,10 +24,10 @@ _MAX_CHECKED = 16  # samples of the whole stream that are read to check the part
 
 
 class DividedStream(ShardedData):
-    """Divide a stream by position: of n ranks, rank r reads the positions that leave the remainder r after the first one.
+    """Divide a stream by position: rank r of n ranks reads every n-th position, beginning r positions after the first one.
 
     Loader processes divide the part of their rank in the same way, so the order does not depend on their number either. If the
-    global batch does not divide by the number of ranks, each rank reads all positions.
+    global batch size is not a multiple of the number of ranks, each rank reads all positions.
 
     A rank does not see where the stream ends for the others. The ranks therefore agree on the number of samples of several
     updates, which they read ahead. A rank then holds at most as many samples as a global batch has.
@@ -70,12 +70,12 @@ class DividedStream(ShardedData):
         self._running = self._reader = None
 
     def cursor(self, samples: int) -> dict[str, Any] | None:
-        """Return the states of this rank's parts after `samples`, if they tell."""
+        """Return the states of this rank's parts after `samples` samples, or None if the parts have no state."""
         states = self._marks.get(samples)
         return {"epoch": self._epoch, "samples": samples, "parts": states} if states else None
 
     def seek(self, cursor: Mapping[str, Any] | None) -> None:
-        """Let the next `epoch` begin at the states in `cursor` if they are of the same parts."""
+        """Let the next `epoch` begin at the states in `cursor`, if these belong to the same parts."""
         self._sought = cursor or {}
 
     def _update_batches(self, epoch: int, skip: int) -> Iterator[UpdateBatch]:
@@ -112,7 +112,7 @@ class DividedStream(ShardedData):
         return self._reader
 
     def _states_at(self, epoch: int, skip: int) -> dict[tuple[int, int], tuple[int, Any]]:
-        """Return (index, count) of each part -> (samples, state), if the cursor is of this place."""
+        """Return (index, count) of each part -> (samples, state), if the cursor belongs to sample `skip` of `epoch`."""
         sought, self._sought = self._sought, {}
         if (sought.get("epoch"), sought.get("samples")) != (epoch, skip):
             return {}

@@ -1,6 +1,7 @@
 """Read weights that other programs have saved. Run as a process of its own: `python -m distributed.backends._torch.foreign`.
 
-Only `backends/converting.py` starts it. Its arguments are the descriptor to which it writes its answer and what it is to read.
+Only `backends/converting.py` starts it. Its arguments are the file descriptor for its answer, and the order, in JSON, that
+says what to read.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     import torch
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
-# Where programs put the weights in what they save.
+# Names under which programs store the weights in their checkpoints.
 _INSIDE = ("state_dict", "model_state_dict", "model", "module", "weights", "app")
-# What wrappers of modules put into the names of parameters.
+# Parts that wrappers of modules insert into the names of parameters.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _SHOWN = 8  # names that a message lists
 
@@ -44,7 +45,7 @@ def leave_network() -> bool:
 
 
 def read(order: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the weights that `order` names to its file, and return what was skipped, or what is wrong."""
+    """Write the weights that `order` names to its output file. Return the names that were skipped, or the problem."""
     from distributed.backends._torch.tensor_io import write_file
     from distributed.errors import DistributedError
 
@@ -136,7 +137,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _weights_in(content: Any, key: str | None) -> Mapping[str, Any]:
-    """Return the state dict in a saved object. Raises ValueError with the names that are there if there is none."""
+    """Return the state dict in a saved object. Raises ValueError with the names in the object if there is no state dict."""
     import torch
 
     where = ""
@@ -167,7 +168,7 @@ def _names(content: Any) -> str:
 
 
 def _with_prefix(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return what begins with `prefix`, without it. Raises ValueError if nothing does."""
+    """Return the entries whose names begin with `prefix`, and remove it from the names. Raises ValueError if there are none."""
     found = {str(name)[len(prefix) :]: value for name, value in named.items() if str(name).startswith(prefix)}
     if not found:
         raise ValueError(f"no name begins with {prefix!r}: it has {_names(named)}")
@@ -175,7 +176,7 @@ def _with_prefix(named: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def _without_wrappers(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names that the module had before DDP, FSDP, `torch.compile` or activation checkpointing wrapped it."""
+    """Return `named` with the names from before DDP, FSDP, `torch.compile` or activation checkpointing wrapped the module."""
     plain = {
         ".".join(part for part in name.split(".") if part not in _WRAPPERS): value for name, value in named.items()
     }
@@ -198,7 +199,7 @@ def _tensors(named: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], list[st
 
 
 def main() -> None:
-    """Do what the arguments say."""
+    """Read the checkpoint that the arguments name, and write the answer."""
     answers, order = int(sys.argv[1]), json.loads(sys.argv[2])
     is_isolated = order["format"] == "safetensors" or leave_network()
     answer = read(order)

@@ -1,4 +1,4 @@
-"""The frozen parameters of a model, which a checkpoint leaves out if `checkpoint_trainable_only` is set, and their digests."""
+"""Leave frozen parameters out of checkpoints if `checkpoint_trainable_only` is set, and compare their digests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FrozenPart:
         self._model, self._is_main = model, is_main
 
     def describe(self) -> str:
-        """Return a line for the start of the run. Other ranks than the main process know no size."""
+        """Return a line for the start of the run. Only the main process knows the size."""
         if not self.names:
             return "checkpoint_trainable_only: no parameter is frozen, so checkpoints have the whole model"
         size = size_text(sum(entry["bytes"] for entry in self.record.values()))
@@ -52,7 +52,8 @@ class FrozenPart:
     def check(self, stored: Record, directory: Path) -> None:
         """Raise CheckpointError if the frozen parameters are not those of the checkpoint `directory`.
 
-        `stored` is what it recorded, or empty if it is a whole checkpoint. Not a collective: the main process compares.
+        `stored` is the record of the checkpoint. It is empty if the checkpoint has all parameters. Not a collective: only the main
+        process compares.
         """
         if not self._is_main:
             return
@@ -62,7 +63,10 @@ class FrozenPart:
             self._check_whole(directory)
 
     def _check_whole(self, directory: Path) -> None:
-        """Later checkpoints leave out the parameters, so the values of a whole one must be those of the model."""
+        """Raise CheckpointError if a frozen parameter in a checkpoint with all parameters differs from that of the model.
+
+        Later checkpoints leave the parameter out, so its stored value would be lost.
+        """
         tensors, aliases = read_tensors(directory / MODEL)
         for name, here in self.record.items():
             there = tensors.get(aliases.get(name, name))
@@ -74,9 +78,9 @@ class FrozenPart:
 
 
 def leave_out_frozen(backend: TorchBackend[Any], notice: Callable[[str], None]) -> FrozenPart | None:
-    """If `checkpoint_trainable_only` is set, leave the parameters that are frozen now out of checkpoints, and return them.
+    """Leave the parameters that are frozen now out of checkpoints, and return them.
 
-    To be called before the engine changes the model. A collective.
+    Return None if `checkpoint_trainable_only` is not set. Call it before the engine changes the model. A collective.
     """
     if not backend.config.checkpoint_trainable_only:
         return None
@@ -87,7 +91,7 @@ def leave_out_frozen(backend: TorchBackend[Any], notice: Callable[[str], None]) 
 
 
 def record_of(model: torch.nn.Module, names: Collection[str], *, is_main: bool = True) -> dict[str, dict[str, Any]]:
-    """Return the record of those of the parameters `names` that the model has, on the main process.
+    """Return the record of the parameters in `names` that the model has, on the main process.
 
     Returns an empty dict on other ranks. A collective if the model is sharded.
     """
@@ -120,7 +124,7 @@ def check_same(here: Record, stored: Record, directory: Path) -> None:
 def checked_names(model: torch.nn.Module, stored: Any, directory: Path) -> frozenset[str]:
     """Return the names that a checkpoint left out, after comparing them with the parameters of a whole `model`.
 
-    `stored` is its record, or None for a whole checkpoint. Raises CheckpointError if they differ.
+    `stored` is the record of the checkpoint, or None if the checkpoint has all parameters. Raises CheckpointError if they differ.
     """
     record = stored_record(stored, directory)
     check_same(record_of(model, record), record, directory)
@@ -128,7 +132,7 @@ def checked_names(model: torch.nn.Module, stored: Any, directory: Path) -> froze
 
 
 def stored_record(content: Any, directory: Path) -> Record:
-    """Return the record in the state of a checkpoint, empty for None. Raises CheckpointError if it is none."""
+    """Return the record `content` of a checkpoint, or {} for None. Raises CheckpointError if `content` is not a record."""
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(entry, dict) for entry in content.values()):
@@ -155,7 +159,7 @@ def _entry_of_stored(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return what `other` has in place of what `one` has, or "" if they are the same."""
+    """Return a text that says how `other` differs from `one`, or "" if they are the same."""
     for key, what in {"shape": "the shape", "dtype": "the element type"}.items():
         if one.get(key) != other.get(key):
             return f"{what} {other.get(key)} instead of {one.get(key)}"

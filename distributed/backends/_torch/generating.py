@@ -20,18 +20,18 @@ from distributed.state import Job
 if TYPE_CHECKING:
     from distributed.backends.torch_base import TorchBackend
 
-# Entries of a batch that tell the answer, which generate() must not get.
+# Entries of a batch that contain the targets. generate() must not get them.
 _ANSWERS = {*TARGET_NAMES, "label_ids", "decoder_input_ids", "decoder_attention_mask"}
 _DEFAULT_LENGTH = 20  # of transformers, if neither the model nor the user sets a length
 _IGNORED = -100
-_SALT = 7  # of the seeds, beside those of `fetching`
+_SALT = 7  # salt of the seeds; `fetching` uses 0 to 6
 
 
 class Generation:
     """Replace the outputs of an evaluation batch by what the model generates for its inputs.
 
-    All ranks run the same number of forwards: where the model is sharded, a rank that has finished its texts goes on until all
-    ranks have (`synced_gpus`). The random numbers of training are not used.
+    If the model is sharded, all ranks run the same number of forward passes: a rank that has finished its texts continues until
+    all ranks have finished (`synced_gpus`). The random numbers of training are not used.
     """
 
     def __init__(self, backend: TorchBackend[Any], job: Job) -> None:
@@ -91,7 +91,7 @@ class Generation:
 
 
 def _check_signature(model: Any) -> None:
-    """Raise ConfigError if a `generate` of the user does not take what it is called with."""
+    """Raise ConfigError if a `generate` of the user does not take the arguments that it is called with."""
     parameters = inspect.signature(model.generate).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
     missing = [name for name in ("generation_config", "synced_gpus") if name not in parameters and not takes_any]

@@ -45,7 +45,7 @@ class Suspended:
         return call
 
     def result(self) -> Any:
-        """Return what the function has returned."""
+        """Return the result of the function."""
         assert self._future is not None
         return self._future.result()
 

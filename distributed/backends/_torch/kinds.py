@@ -1,4 +1,4 @@
-"""The parts of a step that depend on the kind of model: names and files, optimizer, loss and metrics.
+"""Define the parts of a step that depend on the kind of model: names and files, optimizer, loss and metrics.
 
 All other parts of a step are the same for all kinds of model.
 """

@@ -293,7 +293,7 @@ class MapData(ShardedData):
 
 
 def _check_sizes(source: Source, config: DistributedConfig) -> None:
-    """Raise ConfigError if a size of batches was given, and a batch sampler of the loader makes them."""
+    """Raise ConfigError if a batch size was given although a batch sampler of the loader makes the batches."""
     name = next((n for n in ("batch_size", "global_batch_size") if n in config.given), None)
     if name is not None and source.batch_sampler is not None:
         kind = type(source.batch_sampler).__name__
@@ -304,7 +304,7 @@ def _check_sizes(source: Source, config: DistributedConfig) -> None:
 
 
 def _of_items(batch: BatchPlan, largest: int) -> BatchPlan:
-    """Return the batch plan if a batch sampler's items, with at most `largest` samples, are the global batches."""
+    """Return `batch` for a batch sampler whose items, with at most `largest` samples, are the global batches."""
     world = batch.data_parallel_size
     steps = min(batch.gradient_accumulation_steps, -(-largest // world))
     size = -(-largest // (steps * world))

@@ -1,4 +1,4 @@
-"""Losses and metrics of torch modules by name. Loads torch at the first use of a name."""
+"""Find the losses and metrics of torch modules by name. Loads torch at the first use of a name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Metrics of torch modules that are given by name, computed on the scores inside the outputs."""
+"""Compute metrics of torch modules that are given by name, on the scores inside the outputs."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], notice: Notice) -> None:
-    """Set the `options` that settings decide after a checkpoint was loaded, and tell which of them it had otherwise."""
+    """Set the `options` that settings decide, after a checkpoint was loaded. Show a notice for each one that differs in it."""
     told: dict[str, str] = {}
     for group, own in zip(optimizer.param_groups, options, strict=True):
         for name, value in own.items():

@@ -65,7 +65,7 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def rows_not_finite(batch: Any, num_samples: int) -> list[int]:
-    """Return the samples of a batch, by their rows, with a value that is NaN or infinite in any tensor of the batch."""
+    """Return the rows of a batch in which any tensor has a value that is NaN or infinite."""
     found: set[int] = set()
     for tensor in _tensors(batch):
         if tensor.is_floating_point() and tensor.dim() and len(tensor) == num_samples:

@@ -13,7 +13,7 @@ import torch
 
 @contextlib.contextmanager
 def shown_in_gradients(value: torch.Tensor, factor: torch.Tensor | float, number: int | None = None) -> Iterator[None]:
-    """Return a block in which a backward pass from `value` multiplies gradients of parameters by `factor`.
+    """Multiply gradients of parameters by `factor` in a backward pass from `value` within the block.
 
     `factor` is 1, or NaN if the loss is not finite. The gradient of such a loss may be finite: cross-entropy without a label to
     count is 0 / 0, and its gradient is 0.

@@ -39,7 +39,7 @@ class Loss:
 def as_loss(value: Any, metric: str | None = None) -> Loss:
     """Return the Loss for a value returned by a `loss_fn` or a metric.
 
-    Accepted are a scalar mean, any other tensor (its mean over all elements is taken) and a pair (sum, count). Raises
+    `value` may be a scalar mean, any other tensor (its mean over all elements is taken), or a pair (sum, count). Raises
     ConfigError for anything else; the message names `metric` if it is given.
     """
     if isinstance(value, tuple) and len(value) == 2:
@@ -193,7 +193,7 @@ class Objective:
     def _probe_shift(self, model: torch.nn.Module, batch: Mapping[str, Any], labels: torch.Tensor) -> dict[str, float]:
         """Vote on whether the loss ignores the first label of each row.
 
-        The loss of a model that predicts the next token does.
+        The loss of a model that predicts the next token ignores it.
         """
         without = labels.clone()
         without[..., 0] = -100
@@ -389,7 +389,7 @@ def _shifts_by_name(model: torch.nn.Module) -> bool:
 def _accepts_count(model: torch.nn.Module) -> bool:
     """Return whether the model takes `num_items_in_batch`, by the rule of Hugging Face's Trainer.
 
-    `accepts_loss_kwargs` decides if it is set; otherwise an explicit argument or any keyword argument.
+    If `accepts_loss_kwargs` is set, it decides. Otherwise `forward` must have that argument or take any keyword argument.
     """
     stated = getattr(model, "accepts_loss_kwargs", None)
     if stated is not None:

@@ -31,7 +31,7 @@ class OwnPasses(Passes):
     def weightless(
         self, micro: MicroBatch, update_batch: UpdateBatch, items: torch.Tensor | None, done: list[Loss], is_last: bool
     ) -> Loss:
-        """Note that the wrapper wants a pass with zero weight before its first update. The first call of the model makes it."""
+        """Record that the wrapper needs a pass with zero weight before its first update. The first call of the model runs it."""
         self.is_learning_due = True
         return Loss(torch.zeros(()), None)
 
@@ -43,13 +43,13 @@ class TorchOwnSteps:
         self._backend, self._passes = backend, passes
         self._update_batch = UpdateBatch([], 0, 0)
         self._losses: list[Loss] = []  # of the micro-batches of this update batch that have had their backward pass
-        self._index: int | None = None  # the micro-batch that has its turn, or None
+        self._index: int | None = None  # the micro-batch that was entered, or None
         self._is_first = True  # whether this is the first update, in which the ranks compare the forms of their losses
-        self._num_evaluated = 0  # batches of evaluation that a loop has now
+        self._num_evaluated = 0  # number of evaluation batches that are entered now
         self._autocast = contextlib.ExitStack()  # see `_switch_autocast`
         self._unsynced = contextlib.ExitStack()
         self._restored = contextlib.ExitStack()
-        self.own_loss = Logged(reserves=False)  # what the loop reports as its loss in place of that of `backward`
+        self.own_loss = Logged(reserves=False)  # the loss that the loop logs itself
 
     @property
     def model(self) -> Any:
@@ -78,7 +78,7 @@ class TorchOwnSteps:
         self._backend.begin_update(update_batch)
 
     def enter(self, index: int) -> Any:
-        """Give micro-batch `index` its turn, and return its batch on the device. Not a collective."""
+        """Enter micro-batch `index`, and return its batch on the device. Not a collective."""
         micro = self._update_batch.micro_batches[index]
         self._index = index
         self._weigh(micro.num_samples)
@@ -90,7 +90,7 @@ class TorchOwnSteps:
         return self._passes.move(micro.batch)
 
     def leave(self) -> None:
-        """End the turn of a micro-batch, if one has it. Not a collective."""
+        """Leave the micro-batch that was entered, if there is one. Not a collective."""
         for open_ in (self._autocast, self._unsynced, self._restored):
             open_.close()
         self._weigh(None)
@@ -98,7 +98,7 @@ class TorchOwnSteps:
 
     @property
     def is_owed(self) -> bool:
-        """Return whether the micro-batch that has its turn has had no backward pass."""
+        """Return whether the micro-batch that was entered has had no backward pass."""
         return self._index is not None and len(self._losses) <= self._index
 
     @property
@@ -107,7 +107,7 @@ class TorchOwnSteps:
         return len(self._losses) == len(self._update_batch.micro_batches)
 
     def backward(self, value: Any) -> None:
-        """Run the backward pass of the micro-batch that has its turn. A collective."""
+        """Run the backward pass of the micro-batch that was entered. A collective."""
         if self._index is None:
             raise ConfigError(
                 "backward(loss) belongs in the loop over the training loader: call it once for each batch"
@@ -136,7 +136,7 @@ class TorchOwnSteps:
         return self._backend.end_update(self._update_batch, self._losses)
 
     def report_own_loss(self, result: StepResult) -> None:
-        """Replace the loss in `result` by the one that the loop has logged, if it has."""
+        """Replace the loss in `result` by the one in `own_loss`, if the loop has logged one."""
         if self.own_loss.is_pending:
             own = StepResult([])
             self.own_loss.attach(own)
@@ -164,7 +164,7 @@ class TorchOwnSteps:
             if self._passes.is_learning_due:
                 self._learn(args, kwargs)
             return own.wrapped(*args, **kwargs)
-        # Outside of a training step, because a wrapper may wait there for a backward pass, or broadcast buffers.
+        # Outside of a training step, call the plain model: a wrapper may wait for a backward pass, or broadcast buffers.
         with own.precision.autocast():
             return own.plain(*args, **kwargs)
 
@@ -192,7 +192,7 @@ class TorchOwnSteps:
 
     @contextlib.contextmanager
     def evaluating(self, micro: MicroBatch) -> Iterator[Any]:
-        """Return a block in which the script evaluates `micro`, whose batch on the device is its value. Not a collective."""
+        """Yield the batch of `micro` on the device, for an evaluation within the block. Not a collective."""
         self._num_evaluated += 1
         self._switch_autocast()
         try:
@@ -210,8 +210,8 @@ class TorchOwnSteps:
     def gather(self, tensor: Any, num_samples: int | None) -> torch.Tensor:
         """Return the rows of all ranks as one tensor on this rank's device. A collective.
 
-        Within a batch of which this rank has `num_samples`, the rows are in the order of the samples, each once. Otherwise they
-        come rank by rank.
+        If `num_samples` is given, `tensor` belongs to a batch of which this rank has that many samples. The rows are then in the
+        order of the samples, and each sample occurs once. Otherwise the rows are ordered by rank.
         """
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(f"gather() got a {type(tensor).__name__}: pass a tensor")

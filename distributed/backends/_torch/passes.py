@@ -137,7 +137,7 @@ class Passes:
 
     @contextlib.contextmanager
     def restoring(self) -> Iterator[None]:
-        """Return a block at whose end the buffers of the model and torch's generators are as before."""
+        """Restore the buffers of the model and torch's generators at the end of the block."""
         buffers = [(buffer, buffer.clone()) for buffer in self._backend.plain.buffers()]
         with forked(self._device):
             yield
@@ -158,10 +158,11 @@ class Passes:
 
     @contextlib.contextmanager
     def _watched(self, value: torch.Tensor, number: int | None) -> Iterator[torch.Tensor]:
-        """Return a block with the loss for a backward pass in it. A loss that is not finite makes gradients NaN, so that all ranks
+        """Yield the loss for a backward pass within the block. A loss that is not finite makes gradients NaN, so that all ranks
         detect it.
 
-        On a GPU, where the host does not read the loss, the gradients of `number` parameters do so even if they would be zero.
+        On a GPU the host does not read the loss. There, a loss that is not finite makes the gradients of `number` parameters NaN
+        even if they would be zero.
         """
         if not value.requires_grad:
             raise ConfigError("the loss has no gradient: return it as a tensor, without .item(), .detach() or no_grad")

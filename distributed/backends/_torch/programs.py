@@ -20,7 +20,7 @@ from distributed.backends._torch.tensors import unwrap
 from distributed.backends.same_outputs import Output, largest_difference
 from distributed.errors import ConfigError
 
-# What exporters raise for a model that they cannot hold.
+# Errors that exporters raise for a model that they cannot export.
 REFUSALS: tuple[type[Exception], ...] = (
     RuntimeError,
     TypeError,
@@ -31,7 +31,8 @@ REFUSALS: tuple[type[Exception], ...] = (
     KeyError,
     IndexError,
 )
-# Above it, torch.onnx writes the weights to a second file (_LARGE_MODEL_THRESHOLD in torch/onnx/_internal/exporter/_onnx_program.py).
+# Size above which torch.onnx writes the weights to a second file (_LARGE_MODEL_THRESHOLD in
+# torch/onnx/_internal/exporter/_onnx_program.py).
 _ONNX_BYTES = 1536 * 1024**2
 _OPERATOR = re.compile(r"op='([\w.]+)'|operator[ :`']+((?:aten|prims|torchvision|\w+)(?:::|\.)\w+)")
 
@@ -203,7 +204,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what torch prints, logs and warns of in this block."""
+    """Hide the output, the logs and the warnings of torch in this block."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     hidden = io.StringIO()
@@ -217,7 +218,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refused_as(form: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turn `errors`, and others of an exporter, into ConfigError of one line, with the operator or the line of the model."""
+    """Turn `REFUSALS` and `errors` into a ConfigError of one line that names the operator or the line of the model."""
     try:
         with _quiet():
             yield

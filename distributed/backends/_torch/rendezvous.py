@@ -56,7 +56,7 @@ def rendezvous(found: WorkerEnvironment, start_timeout: float, warn: Callable[[s
 
 
 def choose_interface(store: Any, found: WorkerEnvironment) -> None:
-    """Make gloo and NCCL listen where the other nodes reach this process, if its host name does not lead there.
+    """Make gloo and NCCL listen at an address that the other nodes reach, if the host name does not resolve to one.
 
     Every rank must call it. Our own launcher has set the variables before; torchrun, mpirun and srun do not. `store` is a view
     of a store that holds nothing yet. Rank 0 collects the addresses of all ranks, so that each of the others reads one value.

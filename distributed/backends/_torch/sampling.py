@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def sampling(backend: TorchBackend[Any], seed: int) -> Iterator[Callable[[Any], Any]]:
-    """Do what `Observed.sampling` says. Entering the block is a collective."""
+    """Implement `Observed.sampling`. Entering the block is a collective."""
     model = backend.plain
     modes = [(module, module.training) for module in model.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]

@@ -87,7 +87,8 @@ class Schedule:
         name = self._merged.config.monitor
         if name not in metrics:
             if self._merged.is_given("monitor"):
-                if self._scheduler.last_epoch > 0:  # reported before: it is not reported in every epoch
+                # The metric was reported before, so it is not reported in every epoch.
+                if self._scheduler.last_epoch > 0:
                     return
                 raise unknown_metric("monitor", name, metrics)
             name = "loss"
@@ -131,7 +132,7 @@ class Schedule:
             self._scheduler.set_rates()
 
     def _load_rates(self, notice: Callable[[str], None]) -> None:
-        """Set the rate of each group to what the settings say, in the place of the checkpoint's."""
+        """Set the rate of each group to that of the settings, which replaces the checkpoint's rate."""
         groups, wanted = self._optimizer.param_groups, self._full_rates
         stored = [optim.full_rate(group) for group in groups]
         if stored == wanted:

@@ -21,8 +21,8 @@ from torch.utils import _pytree as pytree
 from distributed.backends._torch.nested import children
 from distributed.errors import CheckpointError
 
-# What `programs.write` writes for a model of ordinary tensors and operators. torch.export.load (torch 2.13) reads more: it unpickles
-# some entries, evaluates expressions, calls any function of torch that a graph names, and loads shared libraries.
+# Files that `programs.write` writes for a model of ordinary tensors and operators. torch.export.load (torch 2.13) reads more:
+# it unpickles some entries, evaluates expressions, calls any function of torch that a graph names, and loads shared libraries.
 _FILES = re.compile(
     r"(data/(weights|constants)/\w+(\.json)?|models/model\.json|data/sample_inputs/model\.pt|archive_format|archive_version"
     r"|byteorder|\.data/(version|serialization_id)|\.format_version|\.storage_alignment)"
@@ -43,7 +43,7 @@ _WORDS = frozenset(
         "rounding_mode", "side", "UPLO",
     }
 )  # fmt: skip
-_FILE_WORDS = ("file",)  # not "path": einsum has one of numbers
+_FILE_WORDS = ("file",)  # not "path", because einsum has an argument `path` of numbers
 _CONTAINERS = frozenset({"builtins.tuple", "builtins.list", "builtins.dict", "collections.OrderedDict"})
 
 
@@ -164,7 +164,7 @@ def _unsafe_text(inputs: Any) -> str | None:
 def _is_plain_spec(content: Any) -> bool:
     """Return whether the tree of containers, as `torch.utils._pytree.treespec_dumps` writes it, needs no import to load.
 
-    Its keys are JSON in a string again, in which torch imports the modules of enums.
+    The keys of a dict are JSON in a string. torch imports the modules of enums that this JSON names.
     """
     version, tree = content
     return version == 1 and _is_plain_tree(tree)
@@ -191,7 +191,7 @@ def _pairs(content: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _dtypes(program: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the element types of the program's positional and named inputs. That of an input which is no tensor is None."""
+    """Return the element types of the program's positional and named inputs. The type is None for an input that is not a tensor."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
     flat = [getattr(values.get(str(name)), "dtype", None) for name in program.graph_signature.user_inputs]
     args, kwargs = pytree.tree_unflatten(flat, program.call_spec.in_spec)

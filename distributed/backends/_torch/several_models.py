@@ -52,7 +52,7 @@ class SeveralModels(ByName[torch.nn.Module], torch.nn.Module):
 
 
 def joined(models: Mapping[str, Any], make: Callable[[Any], Any]) -> SeveralModels:
-    """Return the `models` as one module. `make` returns the module of a module or factory.
+    """Return the `models` as one module. `make` returns the module for a value of `models`, a module or a factory.
 
     Raises ConfigError for a value that is not a torch module, and for models that share a parameter.
     """

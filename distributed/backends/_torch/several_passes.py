@@ -102,7 +102,7 @@ class SeveralPasses(Passes):
 
     @contextlib.contextmanager
     def _turn_of(self, micro: MicroBatch) -> Iterator[None]:
-        """Let what the user's code logs weigh the samples of the micro-batch.
+        """Weight the values that the user's code logs by the number of samples of the micro-batch.
 
         A micro-batch without samples takes part in every collective. Restore generators and buffers after it.
         """
@@ -129,7 +129,7 @@ class SeveralPasses(Passes):
         torch.clear_autocast_cache()  # autocast caches casts of the weights, which the update has changed
 
     def _take_outside(self, index: int, name: str, value: Any) -> None:
-        """Do what `_take` says outside of the user's autocast, and with the weights of values that hooks log."""
+        """Do the work of `_take`. Called outside of the user's autocast, where each logged value counts once."""
         member = self._member(name)
         micro, is_last = self._update_batch.micro_batches[index], index + 1 == len(self._losses)
         if index == 0:

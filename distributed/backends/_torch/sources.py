@@ -40,7 +40,10 @@ _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targe
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """The user's data set, and what a DataLoader around it sets: collate function, samplers, order and loader processes."""
+    """Hold the user's data set and the settings of a DataLoader around it.
+
+    The settings are the collate function, the samplers, the order and the loader processes.
+    """
 
     name: str  # used in messages
     dataset: Any
@@ -250,7 +253,7 @@ def sample_count(dataset: Any, name: str) -> int:
 
 
 def draw_stream(sampler: Iterable[Any], dataset: Any, seed: int, epoch: int, name: str) -> list[Any]:
-    """Return what a user's sampler yields in `epoch`, the same on every rank.
+    """Return the items that a user's sampler yields in `epoch`. They are the same on every rank.
 
     Its generators are seeded, then restored.
     """

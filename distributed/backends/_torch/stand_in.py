@@ -8,7 +8,7 @@ from typing import Any
 def stand_in(target: Any, **methods: Any) -> Any:
     """Return an object of a subclass of `target`'s class. It has the same attributes, and `methods` in the place of its own.
 
-    A copy or a pickle of it is one of `target`. `fully_shard` replaces the class of a module in the same way.
+    Copying or pickling the object copies or pickles `target`. `fully_shard` replaces the class of a module in the same way.
     """
 
     def reduce(self: Any, protocol: Any) -> Any:

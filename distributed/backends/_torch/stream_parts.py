@@ -30,8 +30,8 @@ class Hook:
     """Say how a data set is divided by position.
 
     Attributes:
-        shard: returns the part `index` of `count` of a data set: its samples at the positions that leave the remainder `index`.
-        can_skip: whether the `skip(count)` of a part moves on without reading.
+        shard: returns the part `index` of `count` of a data set: its samples at the positions `index`, `index + count`, ...
+        can_skip: whether `skip(count)` of a part skips samples without reading them.
     """
 
     shard: Callable[[Any, int, int], Any]
@@ -58,7 +58,8 @@ def hook_of(source: Source) -> Hook | None:
 def _hugging_face(source: Source) -> Hook | None:
     """Return the hook for a stream of Hugging Face whose rows are dropped before they become Python objects.
 
-    A stream that a function maps would call it for every row anyway, and loader processes divide the files among each other.
+    Return None for a stream that applies a function to its rows, because the function would run for every row anyway. Also
+    return None for a stream with loader processes, because they divide the files among themselves.
     """
     from datasets.distributed import split_dataset_by_node
 
@@ -76,7 +77,7 @@ def _hugging_face(source: Source) -> Hook | None:
 def _check_signature(method: Any, name: str, arguments: dict[str, int]) -> None:
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # a method of a compiled class does not tell
+    except (TypeError, ValueError):  # a method of a compiled class may have no signature
         return
     try:
         signature.bind(**arguments)
@@ -98,7 +99,7 @@ def _part_of(whole: Any, index: int, count: int, name: str) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Lane:
-    """One part of a stream, from a sample on."""
+    """One part of a stream, from its sample `start` on."""
 
     dataset: Any
     hook: Hook
@@ -111,7 +112,7 @@ class Lane:
     sought: tuple[int, Any] | None = None  # (samples, state), from which the part may continue
 
     def opened(self) -> tuple[Any, Iterator[Any]]:
-        """Return the part and an iterator of its samples after `start`. Its first sample opens it."""
+        """Return the part and an iterator of its samples from `start` on. Reading the first sample opens the part."""
         part = self.hook.shard(self.dataset, self.index, self.count)
         announce_epoch(part, self.epoch)
         before = self.start
@@ -124,7 +125,7 @@ class Lane:
         return part, itertools.islice(_items(part), before, None)
 
     def state(self, part: Any, randomness: sample_rng.OwnStream) -> Any:
-        """Return the state of `part` for a checkpoint, or None if it has none, or if the state may not be all of it."""
+        """Return the state of `part` for a checkpoint. Return None if it has no state, or if the state may be incomplete."""
         is_told = all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
         if not is_told or self._can_skip(part) or randomness.has_drawn:
             return None
@@ -177,7 +178,7 @@ class PartInProcess:
     def states(self) -> States:
         """Return the states from which a resume may continue after the samples that were taken."""
         state = self._lane.state(self._part, self._randomness) if self._has_state else None
-        self._has_state = state is not None  # a part that has drawn random numbers stays one that has
+        self._has_state = state is not None  # a part that has drawn random numbers has no valid state from then on
         return [] if state is None else [[self._lane.index, self._lane.count, self._at, state]]
 
     def close(self) -> None:
@@ -201,7 +202,7 @@ class PartsInWorkers:
         self._lanes = lanes
         self._chunks: Generator[bytes, None, None] = read_loader(loader)
         self._waiting: list[collections.deque[Any]] = [collections.deque() for _ in lanes]
-        # The chunks that begin at or after the samples that were taken, or hold them: (samples before it, state).
+        # For each lane, the chunk that holds the next sample and all later chunks, as (samples before the chunk, state).
         self._begun: list[collections.deque[tuple[int, Any]]] = [collections.deque() for _ in lanes]
         self._taken = [each.start for each in lanes]
         self._is_at_end = [False] * len(lanes)
@@ -248,7 +249,7 @@ class PartsInWorkers:
         return True
 
     def _find_rest(self) -> None:
-        """Set `fault` if samples are left although the part whose turn it is has none."""
+        """Set `fault` if other parts have samples left although the part of the next sample has ended."""
         while not all(self._is_at_end) and not any(self._waiting) and self._read():
             pass
         if any(self._waiting):

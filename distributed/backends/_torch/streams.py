@@ -44,7 +44,7 @@ class StreamData(ShardedData):
     In the main process the stream draws from a separate generator state seeded by (seed, epoch), the same at any
     world size. Loader processes are seeded by (seed, epoch, worker) and start anew each epoch, so that they see
     `set_epoch`. Their order is that of the user's own DataLoader. A resume reads the used samples again and drops
-    them, unless the stream can tell where it stands (`StreamPosition`).
+    them, unless the stream reports its position (see `StreamPosition`).
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class StreamData(ShardedData):
         self._running = None
 
     def cursor(self, samples: int) -> dict[str, Any] | None:
-        """Return where the stream stands after `samples`, if it can tell."""
+        """Return the position of the stream after `samples` samples, or None if the stream does not report it."""
         return self._position.cursor(samples)
 
     def seek(self, cursor: Mapping[str, Any] | None) -> None:
@@ -158,7 +158,7 @@ class StreamData(ShardedData):
 
 
 class StreamPosition:
-    """Position of a stream with `state_dict` and `load_state_dict` stands, as those of Hugging Face's `datasets` have.
+    """Track the position of a stream that has `state_dict` and `load_state_dict`, as those of Hugging Face's `datasets` have.
 
     Such a stream continues at once after a resume. A stream is read again from its beginning if loader processes read it, if it
     draws random numbers from the global generators, or if its state lacks something, such as the content of a shuffle buffer.
@@ -175,7 +175,7 @@ class StreamPosition:
         self.sought: Mapping[str, Any] | None = None  # the cursor at which the next epoch begins
 
     def begin(self, epoch: int, skip: int, randomness: sample_rng.OwnStream) -> bool:
-        """Begin an epoch after `skip` samples. Return whether the stream itself begins there."""
+        """Begin an epoch after `skip` samples. Return whether the stream itself continues from there."""
         sought, self.sought = self.sought, None
         self._epoch, self.reached, self._randomness = epoch, skip, randomness
         is_there = self._is_told and sought is not None and "state" in sought
@@ -203,7 +203,7 @@ class StreamPosition:
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
-    """Return whether a stream of Hugging Face shuffles through a buffer, which its state leaves out, or may do so."""
+    """Return whether a Hugging Face stream shuffles, or may shuffle, through a buffer. Its state leaves the buffer out."""
     if not type(dataset).__module__.startswith("datasets."):
         return False
     nodes = [getattr(dataset, "_ex_iterable", None)]
@@ -270,7 +270,7 @@ class PreshardedData(ShardedData):
 
     For every update they agree on the number of samples of each rank.
 
-    A rank that has run out of data runs its last batch again with weight 0 until all ranks have. Each update batch of
+    A rank that has run out of data runs its last batch again with weight 0 until all ranks have run out. Each update batch of
     `epoch` is a collective.
     """
 
@@ -288,7 +288,7 @@ class PreshardedData(ShardedData):
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[UpdateBatch]:
         """Yield the update batches of `epoch` after `skip` global samples. Every rank must take all of them.
 
-        A resume continues where the parts of the ranks stood, or reads the used parts again if the checkpoint does not tell.
+        A resume continues at the stored positions of the parts, or reads the used samples again if the checkpoint has none.
         """
         used, own = self._begin(epoch, skip)
         update_batches, last = self._local.epoch(epoch, own), None
@@ -316,7 +316,7 @@ class PreshardedData(ShardedData):
                 )
 
     def cursor(self, samples: int) -> dict[str, Any] | None:
-        """Return the number of samples of this rank among `samples`, and where its data stands."""
+        """Return the number of samples of this rank among `samples`, and the position of its data."""
         own = self._used.get(samples)
         if own is None:
             return None

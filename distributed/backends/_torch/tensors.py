@@ -154,7 +154,10 @@ def _copy(model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mappi
 
 
 def _other_form(own: torch.Tensor, stored: StoredTensor) -> tuple[Any, Any] | None:
-    """Return (what is stored, what the model has) if the shapes differ or only one element type is floating, else None."""
+    """Return (stored, own) if the shapes differ, or if the element types differ and are not both floating, else None.
+
+    The entries of the pair are shapes or element types.
+    """
     if own.shape != stored.shape:
         return list(stored.shape), list(own.shape)
     there = dtype_of(stored.dtype)
@@ -395,7 +398,7 @@ def _placed(
 ) -> torch.Tensor:
     """Return a slot's tensor as torch's `Optimizer.load_state_dict` would place it, but without losing precision.
 
-    It is the optimizer's `own` one with the values of `tensor`, if that has the form of a new one.
+    If the optimizer's `own` tensor has the form of a new one, return it with the values of `tensor`.
     """
     if slot == "step":
         on_device = group.get("capturable") or group.get("fused")

@@ -21,7 +21,7 @@ class Waits:
         self._newest: float | None = None
 
     def take(self, data: Mapping[str, Any]) -> float | None:
-        """Return what `take_new` does, or the previous value if no update was measured since the last call."""
+        """Return the result of `take_new`, or the previous value if no update was measured since the last call."""
         self.take_new(data)
         return self._newest
 

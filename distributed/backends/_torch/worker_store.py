@@ -1,4 +1,4 @@
-"""The store in which the workers of one node find each other: a file that only this user can open.
+"""Provide the store in which the workers of one node find each other: a file that only this user can open.
 
 A file needs no open port. Torch's usual store, a TCPStore, listens on all interfaces of the machine and trusts everyone who
 connects (2.13).

@@ -1,4 +1,4 @@
-"""Hand a run to a scheduler: what is written for it, how it is submitted, followed and stopped. One file for each scheduler.
+"""Write the job of a run for a scheduler, submit it, follow it and stop it. Each scheduler has its own module.
 
-No scheduler is written here: `distributed train` starts the processes of each node, in the job as on any other machine.
+The job calls `distributed train` on each node, which starts the processes of the node as outside of a scheduler.
 """

@@ -93,7 +93,7 @@ class BatchJob:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Return a block that reads the file `path` of RUN/job. Raises ConfigError if the block raises OSError or ValueError."""
+    """Raise ConfigError if the block, which reads the file `path` of RUN/job, raises OSError or ValueError."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Run a job in Kubernetes: RUN/job/job.yaml, and what kubectl is asked.
+"""Run a job in Kubernetes: write RUN/job/job.yaml, and call kubectl.
 
 The file holds no secret. The Secret with the token of the nodes goes to kubectl's standard input, because other users can see the
 arguments of a process.
@@ -42,8 +42,8 @@ KINDS: Mapping[str, Callable[[BatchJob, KubernetesOptions], list[dict[str, Any]]
     "trainjob": trainjob_manifests,
     "rayjob": rayjob_manifests,
 }
-_ANSWER_S = 60.0  # for a command of kubectl
-_ENDING_S = 60  # for pods to be removed after they have saved
+_ANSWER_S = 60.0  # time limit for a command of kubectl
+_ENDING_S = 60  # time for pods to be removed after they have saved
 _LIKE_A_NUMBER = re.compile(r"[-+.]?\d|[-+]?\.\w|[yYnN]$")
 _LOG_LINE = re.compile(r"[EWI]\d{4} \d\d:\d\d:\d\d\.\d+ ")  # kubectl's own log, beside its message
 _DOCUMENT_END = re.compile(rb"^---\s*$", re.MULTILINE)  # between the objects in the file
@@ -75,10 +75,10 @@ def manifest_text(job: BatchJob, options: KubernetesOptions) -> str:
 
 
 def _dumper() -> type[yaml.SafeDumper]:
-    """Return PyYAML's dumper, except that it quotes every string that begins as a number does, and `y` and `n`.
+    """Return PyYAML's dumper, changed to also quote `y`, `n` and every string that begins like a number.
 
-    It quotes what it would itself read as a number. Other readers of YAML, such as that of kubectl, read `1e-4`, `08` or `.5` as
-    numbers too, and `y` as true.
+    PyYAML quotes only the strings that its own reader takes for numbers. Other readers of YAML, such as that of kubectl, read
+    `1e-4`, `08` or `.5` as numbers too, and `y` as true.
     """
     import yaml
 
@@ -93,7 +93,7 @@ def _dumper() -> type[yaml.SafeDumper]:
 
 
 def notes(job: BatchJob, options: KubernetesOptions) -> list[str]:
-    """Return what a user must know of this job, in sentences."""
+    """Return sentences about this job that the user must know."""
     found = []
     checkpoint_dir = job.settings.config.checkpoint_dir if job.settings is not None else None
     if options.claim is None and is_address(checkpoint_dir):
@@ -114,11 +114,12 @@ def notes(job: BatchJob, options: KubernetesOptions) -> list[str]:
 def submit(job: BatchJob, options: KubernetesOptions, *, resume: bool) -> str:
     """Write RUN/job/job.yaml and hand it to kubectl, with a secret for the nodes. Return the name of the main object.
 
-    A job that is continued is ended first. Nothing is submitted before its pods have saved and ended.
+    With `resume`, a job of this name in the cluster is deleted first. The new job is submitted when all pods of an earlier job
+    of this name have saved and ended.
 
     Raises:
         ConfigError: the run directory cannot be used, or there is such a job.
-        ResourceError: there is no kubectl here, or the server refused. The file is written all the same.
+        ResourceError: there is no kubectl here, or the server refused. The file is written anyway.
     """
     text = manifest_text(job, options)
     RunDirectory(job.run_dir).check(resume=resume)
@@ -172,7 +173,7 @@ def _apply(job: BatchJob, options: KubernetesOptions, file: Path, found: str) ->
 
 
 def _wait_for_pods(job: BatchJob, where: Sequence[str], patience: int) -> None:
-    """Wait until no pod of an earlier job of this name is left. After `stop` the job has gone, but its pods still save."""
+    """Wait until no pod of an earlier job of this name is left. After `stop`, pods of a deleted job may still save."""
     own = ("--selector", f"{LABEL}={job.name}")
     if not _ask(*where, "get", "pods", *own, "--output=name"):
         return
@@ -195,14 +196,14 @@ def _secret(job: BatchJob, options: KubernetesOptions) -> dict[str, Any]:
 
 
 def status(run_dir: Path) -> str:
-    """Return what Kubernetes says of the job and the pods of a submitted run."""
+    """Return the state of the job and the pods of a submitted run, as kubectl prints it."""
     kind, name, where = _submitted(run_dir)
     found = _ask(*where, "get", f"{kind},pods", "--selector", f"{LABEL}={name}")
     return found or f"{kind} {name} is not in the cluster any more"
 
 
 def logs(run_dir: Path) -> Iterator[str]:
-    """Yield the output of all pods of a submitted run line by line, each with its pod."""
+    """Yield the output of all pods of a submitted run. Each line begins with the name of its pod."""
     _, name, where = _submitted(run_dir)
     every = ("--prefix", "--tail=-1", "--max-log-requests=1000", "--ignore-errors")
     with _start(*where, "logs", "--selector", f"{LABEL}={name}", *every) as running:

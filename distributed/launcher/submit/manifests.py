@@ -23,8 +23,9 @@ _LONGEST = 47  # characters of a name; KubeRay allows no more
 _SUFFIX = 20  # characters of the time and the id at the end of a run's name
 _NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{_LONGEST - 2}}}[a-z0-9])?")  # a DNS label
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[MGTPE]|[KMGTPE]i)?")
-_LOST_NODE_S = 30  # until a pod on a node that does not answer is replaced; the default of Kubernetes is five minutes
-_NODE_TIMEOUT_S = 600  # for a replacement, which may have to fetch its image
+# Seconds until a pod on a node that does not answer is replaced; Kubernetes waits five minutes by default.
+_LOST_NODE_S = 30
+_NODE_TIMEOUT_S = 600  # time for a replacement pod to start; it may have to fetch its image
 # Exit codes that every attempt would have: wrong settings, and a command that the image lacks or cannot execute.
 _HOPELESS = [2, 126, 127]
 # The first attempt begins at step 0, any later one continues from the newest checkpoint. `exec` lets signals reach the run.
@@ -49,7 +50,8 @@ class KubernetesOptions:
         gpu_resource: the name of GPUs in the cluster.
         save_within: seconds that a pod may take to save before it is killed. It must be longer than a save and its upload take.
         user: the number of the user that runs the processes.
-        retries: failures of a pod after which the job fails. Pods that were evicted or saved because of a signal do not count.
+        retries: how often one pod is replaced after a failure. The job fails with the next failure. Pods that were evicted or
+            saved because of a signal do not count.
     """
 
     image: str
@@ -279,7 +281,7 @@ def words(job: BatchJob, options: KubernetesOptions, more: Sequence[str] = ()) -
 
 
 def _timeout_of_save(job: BatchJob, options: KubernetesOptions) -> list[str]:
-    """Return the flags that give the workers of a pod `save_within` seconds: their launcher kills them after `timeout_s`.
+    """Return flags that raise `timeout_s`, after which the launcher kills its workers, to at least `save_within`.
 
     Raises ConfigError if a shorter `timeout_s` was given.
     """

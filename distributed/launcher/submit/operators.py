@@ -20,7 +20,7 @@ from distributed.launcher.submit.manifests import (
     words,
 )
 
-# Settings of the command of a RayJob, which runs on the head of the cluster that it joins.
+# Settings of a RayJob's command. The command runs on the head of the Ray cluster and joins this cluster.
 OF_RAYJOB: Mapping[str, str] = {"backend": "ray", "address": "auto"}
 _TRAINER = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
 _PLAIN = re.compile(r"[\w.,:/=+@%-]+")  # a word that no shell changes
@@ -29,7 +29,7 @@ _PLAIN = re.compile(r"[\w.,:/=+@%-]+")  # a word that no shell changes
 def trainjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str, Any]]:
     """Return a TrainingRuntime, which has the pods, and a TrainJob that runs it.
 
-    Kubeflow Trainer makes an indexed Job and a headless Service of them. Its plugin for torch gives each pod the variables of
+    Kubeflow Trainer makes an indexed Job and a headless Service from these. Its plugin for torch gives each pod the variables of
     torchrun (PET_NODE_RANK and others), from which `train` reads its place.
     """
     plan = job.plan
@@ -58,9 +58,9 @@ def trainjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[s
 
 
 def rayjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str, Any]]:
-    """Return a RayJob: a Ray cluster with a worker pod for each node, and the command on its head, which trains nothing.
+    """Return a RayJob: a Ray cluster with a worker pod for each node, and the command that starts the run.
 
-    The command joins this cluster.
+    The command runs on the head of this cluster, which trains nothing.
 
     Raises ConfigError if the run does not use Ray or names another cluster, or if a word of the command would be changed on its way
     through Ray's job server.

@@ -26,7 +26,7 @@ from distributed.launcher.submit.job import BatchJob, reading
 from distributed.runs.directory import JOB, RunDirectory
 
 FILE = "ray.json"  # in RUN/job
-_WRITTEN = ("address", "id", "run_dir")  # what is read of it
+_WRITTEN = ("address", "id", "run_dir")  # the fields of the file that are read
 BACKEND = "ray"
 ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"  # Ray's own
 _REACH_S = 5.0  # time for the server to accept a connection
@@ -82,7 +82,7 @@ def entrypoint(job: BatchJob, options: RayJobOptions) -> str:
 
 
 def check_script(script: str) -> None:
-    """Raise ConfigError if the script is not named relative to the working directory, which is uploaded, or is outside of it."""
+    """Raise ConfigError unless the script is a relative path inside the working directory, which is uploaded."""
     if Path(script).is_absolute() or os.path.normpath(script).startswith(".."):
         raise ConfigError(
             f"--script {script} is not a path below the working directory, which is what the cluster gets: change to a directory"
@@ -91,7 +91,7 @@ def check_script(script: str) -> None:
 
 
 def runtime_env(options: RayJobOptions, working_dir: Path) -> dict[str, Any]:
-    """Return what Ray prepares on each node before the job begins."""
+    """Return the runtime environment that Ray prepares on each node before the job begins."""
     return {
         "working_dir": str(working_dir),
         "excludes": [*_EXCLUDED, *options.exclude],
@@ -104,7 +104,7 @@ def submit(job: BatchJob, options: RayJobOptions, working_dir: Path, *, resume: 
 
     Raises:
         ConfigError: the run directory cannot be used.
-        ResourceError: Ray is not installed, or the server refuses the job. The message has its words.
+        ResourceError: Ray is not installed, or the server refuses the job. The message has the server's words.
     """
     if not is_installed("ray"):
         raise ResourceError(f"Ray is not installed here: run {backend_entry(BACKEND).install}")
@@ -137,7 +137,7 @@ def written(run_dir: Path) -> dict[str, str]:
 
 
 def status(run_dir: Path) -> str:
-    """Return what Ray says of the job, in one line."""
+    """Return the state of the job at Ray, in one line."""
     job = written(run_dir)
     with _asking(job["address"]) as client:
         info = client.get_job_info(job["id"])

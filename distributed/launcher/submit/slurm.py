@@ -1,4 +1,4 @@
-"""Run a job under SLURM: the sbatch file, and what `sbatch`, `squeue` and `scancel` are asked.
+"""Run a job under SLURM: write the sbatch file, and call `sbatch`, `squeue` and `scancel`.
 
 One task of `srun` on each node starts the processes of its node. SLURM gives the numbers of the nodes and the address of node 0
 (`launching/environments/slurm.py`). SIGUSR1 before the time limit makes the run save and end with 143; the job is then requeued
@@ -22,9 +22,9 @@ from distributed.launcher.submit.job import PREEMPTED, BatchJob
 from distributed.runs.directory import JOB
 
 FILE, _STOP, _NUMBER = "job.sbatch", "stop", "number"  # files in RUN/job
-_ANSWER_S = 60.0  # for a command of SLURM
+_ANSWER_S = 60.0  # time limit for a command of SLURM
 _TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}")
-_EARLY_S = 60  # by which SLURM may send the signal earlier than asked (sbatch, --signal)
+_EARLY_S = 60  # SLURM may send the signal this much earlier than asked (sbatch, --signal)
 
 
 def _seconds(time: str) -> int:
@@ -168,7 +168,7 @@ def submit(job: BatchJob, options: SlurmOptions, working_dir: Path, *, resume: b
 
     Raises:
         ConfigError: the run directory cannot be used.
-        ResourceError: there is no `sbatch` here, or it refused the job. The file is written all the same.
+        ResourceError: there is no `sbatch` here, or it refused the job. The file is written anyway.
     """
     job.prepare(resume=resume)
     file = job.directory / FILE
@@ -183,7 +183,7 @@ def submit(job: BatchJob, options: SlurmOptions, working_dir: Path, *, resume: b
 
 
 def number_of(run_dir: Path) -> str:
-    """Return the number of the newest job of a run that was written. Raises ConfigError if it was not submitted."""
+    """Return the number of the newest job of a run. Raises ConfigError if the job was written but not submitted."""
     directory = run_dir / JOB
     if not (directory / _NUMBER).exists():
         raise ConfigError(
@@ -193,7 +193,7 @@ def number_of(run_dir: Path) -> str:
 
 
 def status(number: str) -> str:
-    """Return what SLURM says of a job in one line for each of its tasks, or that it has left the queue."""
+    """Return the state of a job in SLURM, one line for each of its tasks, or a line that it has left the queue."""
     listed = _ask(
         "squeue", "--noheader", "--states=all", "--jobs", number, "--format", "%i  %T  %M of %l  %R", check=False
     )

@@ -44,7 +44,7 @@ def node(at: Surroundings) -> Node:
 def worker(at: Surroundings) -> Worker:
     """Return the rank of this pod if it is itself one worker, and no number of processes per node was asked for.
 
-    Raises ResourceError if the processes of this pod should have been launched.
+    Raises ResourceError if this pod is to run several processes, because a launcher must start them.
     """
     pod = None if at.nproc_per_node else _of_one_process(at.environ)
     if pod is None:

@@ -1,4 +1,4 @@
-"""The registry of cluster environments, and what they say of this process. A new one is one file and one entry here."""
+"""The registry of cluster environments. A new environment needs one file and one entry here."""
 
 from __future__ import annotations
 

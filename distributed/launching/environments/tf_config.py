@@ -1,4 +1,4 @@
-"""Workers whose cluster TensorFlow's variable TF_CONFIG describes."""
+"""Workers of a cluster that is described by TensorFlow's variable TF_CONFIG."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ AVERAGED: dict[str, Any] = {
 
 
 def parts_of(model: str) -> Any:
-    """Return the module with the models, losses and data of that kind."""
+    """Return the module with the models, losses and data of the kind `model`, "torch" or "keras"."""
     return importlib.import_module(f"distributed.testing.jobs.{model}_parts")
 
 
@@ -273,7 +273,7 @@ class Cases:
         self("fp16", dtype="float32", model=self.parts.smooth, checkpoint_frequency=1, **half)
 
     def compiled(self) -> None:
-        """Train with graphs as the engine's wrapper cuts them. They run one operation after the other, so no
+        """Train with the graphs that torch.compile traces from the engine's wrapper. Their operations run eagerly, so no
         compiler is needed."""
         with self.parts.compiling():
             self("compiled", model=self.parts.smooth, compile=True)

@@ -11,9 +11,9 @@ from keras import ops
 
 from distributed.testing.jobs import overall
 
-SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
+SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 is divisible by none of 2, 3 and 4
 RATE = 1e-2
-# Index of the poisoned sample in unshuffled order: it is in the last rank's slice of the third of 22 updates.
+# Index of the poisoned sample in unshuffled order. It is in the last rank's slice of the third update. An update has 22 samples.
 _NAN_AT = 65
 _WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class in the weighted case
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from distributed.testing.jobs import overall
 
-SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 divides by none of 2, 3, 4
+SAMPLES, FEATURES, CLASSES = 101, 12, 5  # 101 is divisible by none of 2, 3 and 4
 RATE = 1e-2
 _ELEMENTS = {"float64": torch.float64, "float32": torch.float32}
 _WEIGHTS = (1.0, 5.0, 0.5, 2.0, 1.5)  # weight of each class in the weighted case
