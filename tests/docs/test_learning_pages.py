@@ -14,6 +14,7 @@ import inspect
 import re
 import runpy
 import shlex
+from pathlib import Path
 
 import pytest
 
@@ -189,7 +190,9 @@ def check_code(code):
         assert found[1] in settings | others or any(hasattr(place, found[1]) for place in places), code
 
 
-def test_what_users_of_other_libraries_are_told_to_write_exists():
+def test_what_users_of_other_libraries_are_told_to_write_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("ds_config.json").write_text("{}")
     foreign = {"TF_CONFIG", "DataLoader(shuffle=True)", "CSVLogger", "config.yaml"}
     codes = set(codes_of_tables()) - foreign
     assert len(codes) > 80
