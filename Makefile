@@ -41,7 +41,7 @@ test-docs: $(STAMP) $(HOROVOD_STAMP)
 
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m 'cluster and not full' --dist loadgroup --loadscope-reorder
+	$(PYTEST) -m 'cluster and not full' --dist loadgroup --loadscope-reorder --numprocesses 3
 
 # Half an hour of training under random faults, and 400 short jobs: as root, about 50 minutes.
 soak: $(STAMP)
