@@ -216,9 +216,9 @@ def _children_cpu_s() -> float:
     return spent.ru_utime + spent.ru_stime
 
 
-def marked(mark: str) -> list[int]:
-    """Return running processes (no zombies) whose environment contains `mark`, in the order in which they began."""
-    wanted = f"{MARK}={mark}".encode()
+def marked(mark: str, variable: str = MARK) -> list[int]:
+    """Return running processes (no zombies) whose `variable` has the value `mark`, in the order in which they began."""
+    wanted = f"{variable}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():

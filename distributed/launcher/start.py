@@ -81,7 +81,7 @@ def start(
             take_remote(str(address), resume=resume)
         return _run_as_worker(overrides, merged, environment, run_dir, resume)
     asks_for_rank = environment is None and _has_no_rank(merged)
-    if asks_for_rank:  # a placeholder: node 0 assigns the number
+    if asks_for_rank:  # until node 0 assigns the number, any but 0 will do
         overrides = dataclasses.replace(overrides, flag={**overrides.flag, "node_rank": 1})
         merged = merge(overrides, {})
     plan = plan_of(merged.config)

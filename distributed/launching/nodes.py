@@ -79,11 +79,11 @@ def wait_for_name(host: str, seconds: float, say: Callable[[], None]) -> bool:
 
 
 def numbered(nodes: Mapping[int, Node]) -> list[Node]:
-    """Return the nodes in a list whose index is the node rank. A missing rank gets a placeholder that passes all checks."""
+    """Return the nodes in a list whose index is the node rank. A missing rank gets a node that passes all checks."""
     if not nodes:
         return []
     first = next(iter(nodes.values()))
-    absent = Node("", "0.0.0.0", first.address)  # the placeholder: nothing listens at this address
+    absent = Node("", "0.0.0.0", first.address)  # nothing listens at this address
     return [nodes.get(rank, absent) for rank in range(max(nodes) + 1)]
 
 

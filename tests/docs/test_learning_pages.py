@@ -168,7 +168,10 @@ def check_code(code):
         *inspect.signature(distributed.Trainer.fit).parameters,
     }
     owners = {"trainer": distributed.Trainer, "s": distributed.Session, "distributed": distributed}
-    if re.match(r"(python|distributed|train|horovodrun|--\w+)\b", code) and "(" not in code:
+    if "-m distributed.cli " in code:
+        verb, *words = shlex.split(code.partition("-m distributed.cli ")[2])
+        parse(verb, words)
+    elif re.match(r"(distributed|train|--\w+)\b", code) and "(" not in code:
         unknown = {*re.findall(r"(?<!\S)--[\w-]+", code)} - {*train_parser()._option_string_actions}
         assert not unknown, unknown
     elif re.match(r"\w+=", code):
