@@ -289,20 +289,25 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_lead_elsewhere(
 
 
 @pytest.mark.parametrize(
-    "backend",
-    ["pytorch-ddp", *(pytest.param(each, marks=pytest.mark.cluster) for each in ENGINES if each != "pytorch-ddp")],
+    ("backend", "num_fits"),  # of each Trainer, one after the other
+    [
+        ("pytorch-ddp", [1]),
+        pytest.param("pytorch-ddp", [2, 1], marks=pytest.mark.cluster),
+        *(pytest.param(each, [1], marks=pytest.mark.cluster) for each in ENGINES if each != "pytorch-ddp"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
 )
 def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
     make_machines: Callable[..., Machines],
     start: Callable[..., Started],
     tmp_path: Path,
     backend: str,
+    num_fits: list[int],
 ) -> None:
     needs_backend(backend)
     machines = make_machines(2, are_names_loopback=backend != "horovod")
     for home in machines.homes:
         (home / "fit.py").write_text((KERAS_CODE if backend == "tensorflow" else CODE) + FITS)
-    num_fits = [2, 1] if backend == "pytorch-ddp" else [1]  # of each Trainer, one after the other
     command, env = [sys.executable, "fit.py"], {"BACKEND": backend, "NUM_FITS": " ".join(map(str, num_fits))}
     if backend == "tensorflow":
         env["KERAS_BACKEND"] = "tensorflow"
