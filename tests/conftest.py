@@ -286,15 +286,20 @@ def poll(
     ended: Callable[[], bool] = lambda: False,
 ) -> Any:
     """Return the first true value of `condition()`. Fail the test after `timeout` seconds, or if `ended()` is true
-    before."""
+    before.
+
+    A condition that takes long, such as one that starts a program, is checked less often, so that the looks leave the
+    cores to what is waited for.
+    """
     deadline = time.monotonic() + timeout
     while True:
-        last_look = ended() or time.monotonic() > deadline
+        began = time.monotonic()
+        last_look = ended() or began > deadline
         if value := condition():
             return value
         if last_look:
             pytest.fail(message())
-        time.sleep(0.02)
+        time.sleep(min(max(0.02, 4 * (time.monotonic() - began)), 0.25))
 
 
 def free_port() -> int:

@@ -61,9 +61,7 @@ def test_mpirun_trains_as_our_launcher_does(start: Callable[..., Started], tmp_p
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    "backend", ["pytorch-ddp", "fsdp", *(pytest.param(each, marks=pytest.mark.full) for each in BACKENDS[2:])]
-)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_mpirun_trains_on_two_machines_as_on_one(
     make_machines: Callable[..., Machines], start: Callable[..., Started], backend: str
 ) -> None:
@@ -78,7 +76,9 @@ def test_mpirun_trains_on_two_machines_as_on_one(
     command_of_the_page = r"^mpirun (--host \S+) python -m distributed\.cli train --script examples/train\.py$"
     (hosts,) = re.findall(command_of_the_page, PAGE.read_text(), re.M)
 
-    one = weights(start, [*MPIRUN, "-np", "4", *command, "--run-dir", "one"], home, env)
+    # Under mpirun Horovod sums with MPI, in another order than with Gloo. Our launcher takes less time, because it forks.
+    by = [*MPIRUN, "-np", "4", *command] if backend == "horovod" else [*command, "--nproc-per-node", "4"]
+    one = weights(start, [*by, "--run-dir", "one"], home, env)
     two = weights(start, [*machines.on(0), *MPIRUN, *hosts.split(), *command, "--run-dir", "two"], home, env)
 
     assert two == one
