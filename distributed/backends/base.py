@@ -141,8 +141,8 @@ class Backend(abc.ABC, Generic[OptionsT]):
     refuses_callbacks: ClassVar[Refusals] = {
         GRADIENTS: "its engine does not show them: use a torch backend",
         AVERAGED_WEIGHTS: "its engine keeps none: use a torch backend",
-        SAMPLES: "its engine draws numbers that a sample would change: use a torch backend",
-        COUNTS: "its engine does not count: use a torch backend",
+        SAMPLES: "sampling would change the random numbers that its engine draws for training: use a torch backend",
+        COUNTS: "its engine does not count FLOPs and tokens: use a torch backend",
     }
     # Why this engine does not train several models with an optimizer each, and what to use instead; empty if it does.
     refuses_several: ClassVar[str] = "it trains one model: use backend 'pytorch-ddp', 'fsdp' or 'ray'"
@@ -410,7 +410,7 @@ def check_callbacks(backend: Backend[Any], callbacks: Sequence[Callback]) -> Non
     averaging = [type(callback).__name__ for callback in callbacks if AVERAGED_WEIGHTS in callback.needs]
     if len(averaging) > 1:
         raise ConfigError(
-            f"{' and '.join(averaging)} both average the weights, of which there is one average: drop one"
+            f"{' and '.join(averaging)} both average the weights, but a run keeps one average only: drop one"
         )
     if backend.config.checkpoint_trainable_only:
         for callback in callbacks:

@@ -54,7 +54,7 @@ OF_HOOKS: Refusals = {
         If(
             "with ddp.comm_hook='powersgd' or 'topk'",
             lambda own: own.options.comm_hook in ("powersgd", "topk"),
-            "they keep what they left out in units of the loss scale, which changes: use mixed_precision='bf16', or"
+            "their error feedback is in units of the loss scale, which changes: use mixed_precision='bf16', or"
             " ddp.comm_hook='fp16'",
         ),
     ),
@@ -119,7 +119,9 @@ class DDPBackend(TorchBackend[DDPOptions]):
         if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
             hook.load(directory, self.context.rank, kept)
         else:
-            self._notice(f"the checkpoint has no {name} memory for this world size: it starts empty")
+            self._notice(
+                f"the checkpoint has no state of ddp.comm_hook={name} for this world size: the hook starts without it"
+            )
 
 
 def _check_hook(options: DDPOptions, plan: ProcessPlan) -> None:

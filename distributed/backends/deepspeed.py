@@ -150,7 +150,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {"start_timeout": (_WAITS,)}
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
-        "checkpoint_async": "its checkpoints are written at once: drop it, or use backend 'fsdp'",
+        "checkpoint_async": "its checkpoints are written synchronously: drop it, or use backend 'fsdp'",
         "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'fsdp'",
         "dtype=float64": "its engine has no float64, and ZeRO keeps parameters in float32: use backend 'fsdp'",
         "mixed_precision=fp16": (

@@ -217,7 +217,7 @@ class FSDPWrapper(Wrapper):
         if lacking and not self._is_too_large:
             self._is_too_large = True
             own._notice(
-                "trainer.model stays sharded: the whole model does not fit into each process twice; 'with trainer.whole_model():'"
+                "trainer.model stays sharded: not every process has memory for two copies of the whole model; 'with trainer.whole_model():'"
                 " gathers it on the main process"
             )
         return not lacking

@@ -74,7 +74,7 @@ _NEEDS: Mapping[str, tuple[Need, ...]] = {
 }
 _REFUSES: Refusals = {
     **PROCESS_GROUPS,
-    "checkpoint_async": "its checkpoints are written at once: drop it, or use backend 'pytorch-ddp' or 'fsdp'",
+    "checkpoint_async": "its checkpoints are written synchronously: drop it, or use backend 'pytorch-ddp' or 'fsdp'",
     "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'pytorch-ddp' or 'fsdp'",
     "node_rank": _RAY_PLACES,
     "min_nodes": _RAY_PLACES,

@@ -120,7 +120,9 @@ class WeightAveraging(Averaging):
                 " lower start_epoch, or train longer"
             )
         if self.every_n_steps is None and self.context.num_samples is None:
-            raise ConfigError("the end of a stream's epoch is not known before it comes: set every_n_steps")
+            raise ConfigError(
+                "WeightAveraging() averages at the end of epochs, and the length of a stream is not known: set every_n_steps"
+            )
         if any("BatchNorm" in type(module).__name__ for module in self.context.model.modules()):
             self.context.notice(
                 "the statistics of BatchNorm are those of the trained weights, not of the averaged ones"

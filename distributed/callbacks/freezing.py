@@ -54,7 +54,7 @@ class Freeze(Callback):
         for start in self.names:
             if not any(name.startswith(start) for name, _ in known):
                 raise ConfigError(
-                    f"Freeze({start!r}): no parameter's name starts so{nearest(start, [n for n, _ in known])}"
+                    f"Freeze({start!r}): no parameter's name starts with this{nearest(start, [n for n, _ in known])}"
                 )
         self._parameters = [parameter for name, parameter in known if name.startswith(self.names)]
         is_for_good = self.until_epoch is None and self.until_step is None

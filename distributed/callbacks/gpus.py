@@ -46,7 +46,7 @@ class Gpus:
         return (
             ""
             if self._handles
-            else "NVIDIA's library tells nothing about the GPUs; pip install nvidia-ml-py installs its Python package"
+            else "NVML gives no data about the GPUs: check that its Python package is installed (pip install nvidia-ml-py)"
         )
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class LoadedWeights:
     def describe(self) -> str:
         """Return the mismatches in one line: the number and the first names of each kind."""
         shapes = [f"{name} is {there} there, {here} here" for name, (there, here) in self.other_shapes.items()]
-        kinds = {"it lacks": self.missing, "this model lacks its": self.unexpected, "other shapes:": shapes}
+        kinds = {"missing keys": self.missing, "unexpected keys": self.unexpected, "other shapes:": shapes}
         parts = [f"{what} {_first(names)}" for what, names in kinds.items() if names]
         return "; ".join([*parts, *(["it has the trainable parameters only"] if self.is_trainable_only else [])])
 

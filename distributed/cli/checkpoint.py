@@ -136,7 +136,7 @@ def convert_(
     network = (
         ""
         if done.is_isolated or not trust
-        else ", read by a process with network, because this system gives it no other"
+        else ", read by a process with network access, because this system cannot take that from a process"
     )
     typer.echo(
         f"{out}: {done.num_tensors} tensors, {size_text(done.num_bytes)}, from {shown(str(source))} ({done.format}){skipped}{network}"

@@ -97,7 +97,7 @@ def _begin_with(script: Path, directory: Path) -> None:
     print(f"wrote {config}: every setting in it is commented out")
     if not _USES_US.search(text):
         print(
-            f"{script} makes no Trainer and no Session: it runs as under torchrun, and only the first settings apply;"
+            f"{script} makes no Trainer and no Session: it runs as under torchrun, and only the settings under 'Of any script' apply;"
             " docs/coming-from shows what a Trainer changes"
         )
     print(f"to train on two processes: {command} --nproc-per-node 2")

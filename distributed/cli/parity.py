@@ -157,8 +157,8 @@ def _lines(result: ParityResult) -> Iterator[str]:
         )
     yield ""
     yield from _wrapped(
-        "A floor is the difference that rounding alone makes in one process: against its float64 run, and when it adds"
-        " up the same batches in slices."
+        "A floor is the difference that rounding alone makes in one process: between float32 and float64, and between whole"
+        " batches and the same batches in slices."
     )
     if result.batch_dependent:
         yield from _wrapped(

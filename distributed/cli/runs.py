@@ -77,7 +77,7 @@ def runs(
     written as 15min, 3h or 7d.
     """
     if is_sure and not delete:
-        raise ConfigError("--yes belongs to --delete: add that, or drop it")
+        raise ConfigError("--yes has no effect without --delete: add --delete, or drop --yes")
     if delete and as_json:
         raise ConfigError("--delete and --json exclude each other: list with --json first, then delete")
     chosen = _chosen(
@@ -230,7 +230,7 @@ def _lines_of(run: RunState) -> list[str]:
     where = f" on {run.host}" if run.host and not run.is_over else ""
     ranks = ", ".join(map(str, run.ranks)) or "none yet"
     facts = {
-        "part": run.part_of and f"{run.part_of}: metrics, checkpoints and the events of all nodes are there",
+        "part": run.part_of and f"{run.part_of}: node 0 has the metrics, the checkpoints and the events of all nodes",
         "status": run.status + where,
         "backend": run.backend,
         "processes": f"{run.world_size} on {run.num_nodes} node{'s' * (run.num_nodes > 1)}" if run.world_size else "",

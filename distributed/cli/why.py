@@ -74,7 +74,7 @@ def _head(found: Why) -> str:
         at = f" in step {found.problem.step}"
     epoch = f", epoch {state.epoch}" if state.epoch else ""
     more = f" ({found.stop_reason})" if found.stop_reason and found.verdict == "finished" else ""
-    part = f", as {state.part_of} knows it" if state.part_of else ""
+    part = f", according to {state.part_of}" if state.part_of else ""
     return f"{state.path}: {found.verdict}{where}{at}{epoch}{more}{part}"
 
 
@@ -101,7 +101,7 @@ def _cause(found: Why) -> str:
 
 def _killed(found: Why) -> str:
     launcher = f"the launcher ({found.launcher})" if found.launcher else "the launcher"
-    return f"{launcher} ended without a last word, and its workers with it: it was killed (SIGKILL), or the machine went down"
+    return f"{launcher} ended without recording a cause, and its workers ended with it: it was killed (SIGKILL), or the machine went down"
 
 
 def _times(count: int) -> str:

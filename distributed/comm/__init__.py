@@ -202,7 +202,7 @@ def _operation(op: Any, tensor: torch.Tensor) -> ReduceOp:
         names = ", ".join(each.name for each in ReduceOp)
         raise ConfigError(f"op={op!r} is not an operation of distributed.ReduceOp: use one of {names}") from None
     if operation is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(f"op=AVERAGE of {tensor.dtype} is not a whole number: use SUM, or tensor.float()")
+        raise ConfigError(f"op=AVERAGE needs a floating-point tensor, not {tensor.dtype}: use SUM, or tensor.float()")
     return operation
 
 

@@ -118,8 +118,8 @@ def _own_environment(world_size: int | None, rank: int | None) -> WorkerEnvironm
     addr, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if world_size is None or rank is None or not addr or not port.isdigit():
         raise ConfigError(
-            f"world_size={world_size} and rank={rank} need each other, MASTER_ADDR and MASTER_PORT if there is no launcher: start"
-            " with 'python -m distributed.launcher SCRIPT --nproc_per_node N' and drop them"
+            f"world_size={world_size} and rank={rank}: without a launcher, set both, and MASTER_ADDR and MASTER_PORT too; or start with"
+            " 'python -m distributed.launcher SCRIPT --nproc_per_node N', and drop world_size and rank"
         )
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank={rank} is not below world_size={world_size}: number processes from 0")

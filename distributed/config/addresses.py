@@ -98,8 +98,7 @@ def _refuse_credentials(name: str, address: str) -> None:
     A secret may contain a slash, so '@' is refused everywhere.
     """
     if "@" in address:
-        scheme = address.partition(":")[0].lower()
         raise ConfigError(
-            f"{name} has credentials in its address, or another '@': write {scheme}://BUCKET/PATH, and pass the credentials in the"
+            f"{name} has credentials in its address, or another '@': write an address without '@', and pass the credentials in the"
             " environment or in the files of the provider's own tools"
         )

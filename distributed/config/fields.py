@@ -160,7 +160,10 @@ def check(name: str, value: Any, rule: Rule, written: Written = in_code) -> Any:
         ConfigError: the value does not follow the rule. The message has the field, the value, the rule and the fix.
     """
     if rule.convert is not None and value is not None:
-        value = rule.convert(value)
+        try:
+            value = rule.convert(value)
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
     if value is None:
         if rule.optional:
             return None

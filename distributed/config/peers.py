@@ -220,7 +220,7 @@ _TORCHRUN = {
     "nodes": "use {num_nodes}",
     "standalone": "because one node needs no rendezvous endpoint: drop it",
     "hosts": "because you start the command on each node: use {num_nodes}, {node_rank} and {master_addr}",
-    "rank": "'train --world-size N --rank R' makes a command one worker of N; {node_rank} numbers a machine",
+    "rank": "'train --world-size N --rank R' starts one process, rank R of N; {node_rank} is the index of a machine",
     "role": "because all workers have the same role",
     "module": "because --script FILE names the script",
     "start_method": "because workers are always forked from a process that has imported the engine",

@@ -227,7 +227,7 @@ def _check_events(events: Iterable[Any]) -> None:
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in sizes:
-                raise LimitError(f"uses the alias *{event.anchor} before what it stands for has ended")
+                raise LimitError(f"uses the alias *{event.anchor}, but no anchor &{event.anchor} ends before it")
             total += sizes[event.anchor]
         elif isinstance(event, yaml.ScalarEvent):
             total += 1 + len(event.value)

@@ -79,7 +79,7 @@ def _check(fits: Fits, start: int, max_size: int | None) -> None:
     check_unused(fits, "find_batch_size()")
     if fits.setup.worker is not None:
         raise ConfigError(
-            "find_batch_size() starts workers of its own, because one that is out of memory would block those of this run: call it in a"
+            "find_batch_size() cannot run in a worker, because a worker that is out of memory would block those of this run: call it in a"
             " script that is started with 'python SCRIPT' and sets nproc_per_node, then set the batch_size that it finds in this run"
         )
     for name, value in (("start", start), ("max_size", start if max_size is None else max_size)):

@@ -255,7 +255,7 @@ def _this_worker(overrides: Overrides, world_size: int | None, rank: int) -> Wor
     """Return the place of this process among workers that are started by hand, one command with `--rank` for each."""
     if world_size is None:
         raise ConfigError(
-            f"--rank {rank} needs --world-size, the number of processes in all (--node-rank numbers a machine)"
+            f"--rank {rank} needs --world-size, the total number of processes (--node-rank is the index of a machine)"
         )
     if rank >= world_size:
         raise ConfigError(f"--rank {rank} is not below --world-size {world_size}: number the processes from 0")
@@ -283,8 +283,8 @@ def _run_as_worker(
     per_node = merged.config.nproc_per_node
     if per_node is not None and per_node * merged.config.num_nodes != environment.world_size:
         raise ConfigError(
-            f"--nproc-per-node {per_node} x --num-nodes {merged.config.num_nodes} is not the running world of"
-            f" {environment.world_size}: this process already is a worker, drop the flags"
+            f"--nproc-per-node {per_node} x --num-nodes {merged.config.num_nodes} is not the number of processes of this run,"
+            f" {environment.world_size}: another launcher started this process as a worker, drop the flags"
         )
     script = _script(overrides)
     plan = _plan_of_world(merged.config, environment)
@@ -352,7 +352,7 @@ def _wait_for_name(request: LaunchRequest) -> None:
     say = functools.partial(print, f"waiting for an address of node 0 ({host})", file=sys.stderr, flush=True)
     if not wait_for_name(host, seconds, say):
         raise ResourceError(
-            f"master_addr={host!r} has had no address for {seconds:g} s (start_timeout): check that pod 0 is running, and that a"
+            f"master_addr={host!r} did not resolve to an address within {seconds:g} s (start_timeout): check that pod 0 is running, and that a"
             " headless Service with publishNotReadyAddresses selects it"
         )
 

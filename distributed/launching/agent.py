@@ -117,7 +117,7 @@ class ForkAgent(SimpleElasticAgent):
             addr, port, self._opened = begun.offer
         except (ValueError, TypeError, AttributeError):
             raise NodesEndedError(
-                "node 0 sent a message of another form: somebody else answers at its address"
+                "the answer of node 0 is not a valid message: another program answers at its address, check master_addr and master_port"
             ) from None
         if self._of_engine is not None and self._nodes:
             self._of_engine.check(by_rank)  # the same error on every node

@@ -70,7 +70,7 @@ class Round:
             return self.ranks.index(node_rank)
         except (ValueError, AttributeError):
             raise NodesEndedError(
-                "node 0 sent a message of another form: somebody else answers at its address"
+                "the answer of node 0 is not a valid message: another program answers at its address, check master_addr and master_port"
             ) from None
 
 
@@ -332,7 +332,7 @@ class NodeLink:
             match message["op"]:
                 case "welcome":
                     if self.welcome and message.get("run_id") != self.welcome.get("run_id"):
-                        why = "another launcher has taken its place: it begins a new attempt with nodes that are started again"
+                        why = "another launcher has taken its place, and this node can join its attempt only if it is started again"
                         self._end = NodesEndedError(f"node 0 ({self._where[0]}) is lost: {why}", 0)
                     self.welcome, self._rank = message, message["rank"]
                 case "round":

@@ -321,7 +321,11 @@ class Rounds:
             self._end_if_all_are_done()
         elif takes_part and self._done and self._min_nodes < self._num_nodes:
             done = next(iter(self._done.values()))[0]
-            self._finish(f"{name} {how}, and {done}, so that its workers cannot be started again", rank, code=code)
+            self._finish(
+                f"{name} {how}, and the run cannot go on without it: {done}, and the workers there cannot be started again",
+                rank,
+                code=code,
+            )
         elif len(self.members) >= self._min_nodes and self._round:
             if takes_part:
                 self.send({"op": "gone", "node": name, "how": how}, *self.members)

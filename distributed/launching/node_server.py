@@ -222,7 +222,7 @@ class NodeServer:
     def _objection(self, here: dict[str, Any]) -> str | None:
         """Return why the node cannot take part, or None."""
         if here["rank"] is None:
-            return f"all {self._num_nodes} nodes are there (num_nodes)"
+            return f"all {self._num_nodes} nodes have joined already (num_nodes)"
         if not 0 <= here["rank"] < self._num_nodes:
             return f"node_rank={here['rank']} is not below num_nodes={self._num_nodes}"
         own, others = self._about["same"], here["about"]["same"]

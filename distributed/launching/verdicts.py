@@ -370,12 +370,12 @@ class Verdicts:
             # Not counted after the loss of a node.
             is_counted = not (cause.is_consequence and self._request.num_nodes > 1)
             then = f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
-            return f"{then} with {more}, to see the line" if more else then
+            return f"{then} with {more}, so that the traceback shows the failing line" if more else then
         if cause.no_restart_because or cause.kind == "error" or self._had_more:
             return ""
         if more or cause.kind in ("signal", "hang") or self._request.restart_on_exception:
             then = f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
-            return f"{then}; set {more} to see the line" if more else then
+            return f"{then}; set {more} to see the failing line in the traceback" if more else then
         return "not restarted: only kills and hangs are restarted"
 
     def _restart_with_less(self, cause: Failure) -> Verdict:

@@ -164,7 +164,11 @@ class Courier:
             self._record.failures = 0
             self._is_refused = not self._is_open and not isinstance(error, OSError)
             logger.debug("not delivered", exc_info=error)
-            then = "it gets nothing before the next attempt" if self._is_refused else "what it refuses is left out"
+            then = (
+                "this logger gets no values until the run is started again"
+                if self._is_refused
+                else "what it refuses is left out"
+            )
             self._warn_once(error, then)
 
     def _call(self, entry: Mapping[str, Any]) -> None:

@@ -49,7 +49,7 @@ class Observer:
         Returns the name of a module whose `_load_pyfunc(path)` loads it for MLflow. Raises DistributedError with the reason if
         there is no such form of this model.
         """
-        raise TrainingError("this engine writes no program")
+        raise TrainingError("this engine cannot export the model as a program")
 
     def gradient_norm(self) -> float | None:
         """Return the global norm of the newest update's gradient before clipping, or None if it is not known. All ranks call it."""

@@ -108,7 +108,7 @@ def check_own_loop(merged: MergedConfig) -> None:
     for name in _OF_VALIDATION:
         if getattr(merged.config, name) and merged.is_given(name):
             raise ConfigError(
-                f"{name}={getattr(merged.config, name)} has no effect in a loop of your own, which validates where its code does:"
+                f"{name}={getattr(merged.config, name)} has no effect in a loop of your own, where your code decides when to validate:"
                 " drop it"
             )
     if merged.is_given("monitor"):

@@ -132,7 +132,7 @@ def _check(run: RunDirectory) -> None:
             f"run {str(path)!r} has no metrics: only runs of a Trainer have metrics, from their first log line on; RUN/logs has the output of the run"
         )
     inside = sorted(each.parent.name for each in path.glob("*/metrics.jsonl"))
-    hint = f"it holds {len(inside)}, as {str(path / inside[-1])!r}: name" if inside else "name"
+    hint = f"it contains runs, such as {str(path / inside[-1])!r}: name" if inside else "name"
     raise ConfigError(
         f"{str(path)!r} is not a run directory (it has no metrics.jsonl): {hint} a run, or a search's directory"
     )

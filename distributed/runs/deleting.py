@@ -44,7 +44,7 @@ def _check_nested(path: Path) -> None:
     if above := worker_above(path):
         directory, holder = above
         raise ResourceError(
-            f"{str(path)!r} is not deleted: {holder} works in {str(directory)!r}, which holds it: stop that first"
+            f"{str(path)!r} is not deleted: {holder} works in {str(directory)!r}, which contains this run: stop that process first"
         )
     if below := worker_below(path):
         directory, holder = below

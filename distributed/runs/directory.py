@@ -271,7 +271,7 @@ class RunDirectory:
         if not self.path.exists():
             raise ConfigError(
                 f"{self._name} {str(self.path)!r} does not exist, but --resume continues an existing run{self._nearest_run()}: correct"
-                f" {self._flag}, drop --resume to start a new run, or make the directory first if every attempt passes --resume"
+                f" {self._flag}, or drop --resume to start a new run; if every attempt passes --resume, as in a job script, make the directory first"
             )
         names = self._names()
         if names and not names & {_LOCK, self.events.name, self.checkpoints.name}:

@@ -67,7 +67,7 @@ def list_runs(directory: Path) -> list[RunState]:
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is not a directory: name one that holds runs")
     if part := RunDirectory(directory).part_of:
-        raise ConfigError(f"{str(directory)!r} has the logs of {part}: ask there, or show this part with 'distributed status'")
+        raise ConfigError(f"{str(directory)!r} has the logs of {part}: run this command on node 0, or show this part with 'distributed status'")
     if _is_run(directory):
         return [read_state_of(directory)]
     runs = [path for path in directory.iterdir() if path.is_dir() and _is_run(path) and not RunDirectory(path).part_of]

@@ -240,7 +240,7 @@ class OwnRun:
         if not self._take_validation(run) and config.early_stopping_patience and config.monitor.startswith(PREFIX):
             raise ConfigError(
                 f"early_stopping_patience={config.early_stopping_patience} watches {config.monitor!r}, and this epoch logged no"
-                f" metric of a validation: call s.log({config.monitor!r}, value), or drop it"
+                f" validation metric: call s.log({config.monitor!r}, value), or drop early_stopping_patience"
             )
         return loop.finish_epoch(run)
 

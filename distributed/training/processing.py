@@ -36,7 +36,7 @@ def processing_arguments(
         )
     if generation_config is not None and not predict_with_generate:
         raise ConfigError(
-            "generation_config has no effect without predict_with_generate=True: set it, or drop the former"
+            "generation_config has no effect without predict_with_generate=True: set that too, or drop generation_config"
         )
     return {
         "processing_class": processing,

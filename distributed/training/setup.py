@@ -355,7 +355,7 @@ def _check_nodes(merged: MergedConfig) -> None:
     if request is not None and merged.is_given("num_nodes") and asked != request.num_nodes:
         source = "config file" if merged.source("num_nodes") == "file" else "script"
         raise ConfigError(
-            f"num_nodes={asked} in the {source} is not the running world's {request.num_nodes}:"
+            f"num_nodes={asked} in the {source}, but this run was started with num_nodes={request.num_nodes}:"
             f" start with --num-nodes {asked}, or drop it from the {source}"
         )
 
@@ -405,7 +405,7 @@ def _local(config: DistributedConfig, found: WorkerEnvironment) -> DistributedCo
     """Return the resource settings of one node of the running world. They determine the device."""
     if config.num_gpus and config.num_gpus != found.world_size:
         raise ConfigError(
-            f"num_gpus={config.num_gpus} in the script is not the running world's {found.world_size} processes:"
+            f"num_gpus={config.num_gpus} in the script, but this run has {found.world_size} processes:"
             f" start with --num-gpus {config.num_gpus}, or drop it from the script"
         )
     gpus = found.local_world_size if config.num_gpus or config.gpus_per_node else None

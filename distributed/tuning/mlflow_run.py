@@ -125,7 +125,7 @@ class SweepRun:
             if not mlflow.end_run(RunDirectory(directory), _ENDS.get(trial.status, "FINISHED"), is_sent):
                 self._is_silent = True
         except (OSError, DistributedError) as error:
-            self._warn(f"trial {trial.name} is not at MLflow: {error}")
+            self._warn(f"trial {trial.name} could not be logged to MLflow: {error}")
 
     def _put(self, entry: Mapping[str, Any]) -> None:
         try:

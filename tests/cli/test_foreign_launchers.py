@@ -182,6 +182,6 @@ def test_a_cluster_environment_of_ones_own_is_one_file_and_one_row(script, start
     assert "out of rank 1" in (run_dir / "logs" / "rank-1.log").read_text()
 
     refused = run(["command.py", "train", "--script", str(script), "--nproc-per-node", "4"], TOY_TASK="0").finish(60)
-    assert refused.returncode == 2 and "the running world of 2" in refused.output
+    assert refused.returncode == 2 and "is not the number of processes of this run, 2" in refused.output
     misspelt = run(["command.py", "train", "--script", str(script)], TOY_TASK="first").finish(60)
     assert misspelt.returncode == 3 and "TOY_TASK='first' is not a whole number" in misspelt.output

@@ -377,7 +377,10 @@ time.sleep(60)
 
     assert done.returncode == 1, done.output
     why = "rank 1 was killed by signal 6 (SIGABRT): CUDA error: device-side assert triggered"
-    assert f"warning: {why}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line" in done.stderr
+    assert (
+        f"warning: {why}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, so that the traceback shows the failing line"
+        in done.stderr
+    )
     assert "error: rank 1 failed with RuntimeError" in done.stderr and "the line is known" in done.stderr
     assert events(tmp_path / "run") == ["worker_failed", "restarted", "worker_failed"]
 

@@ -215,7 +215,7 @@ def check_what_node_1_knows(job: Job, start: Callable[..., Started]) -> None:
     count, command = len(job.nodes), [sys.executable, "-m", "distributed.cli", "status", "--once", f"runs/{part.name}"]
     shown = start([*job.machines.on(1), *command]).finish(30).stdout
     for line in (
-        r"part +node 1 of a run of 10\.99\.0\.1: metrics, checkpoints and the events of all nodes are there",
+        r"part +node 1 of a run of 10\.99\.0\.1: node 0 has the metrics, the checkpoints and the events of all nodes",
         "status +finished", "backend +fsdp", rf"processes +{count} on {count} nodes", rf"logs +rank 1, in runs/{part.name}/logs",
         "step +160, when this node last saved or ended", "restarts +3",
     ):  # fmt: skip
@@ -353,7 +353,7 @@ def test_a_killed_worker_of_another_node_goes_on_bit_for_bit(
     assert re.search(killed, job.text(0)) and re.search(killed, job.text(1)), job.text(0) + job.text(1)
     assert job.text(0).count("nodes: 0 (node0), 1 (node1)\n") == 1
     with pytest.raises(
-        ConfigError, match=r"has the logs of node 1 of a run of \S+: ask there"
+        ConfigError, match=r"has the logs of node 1 of a run of \S+: run this command on node 0"
     ):  # it is no run of its own
         list_runs(part)
     assert list_runs(part.parent) == []

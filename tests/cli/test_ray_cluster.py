@@ -401,9 +401,7 @@ def test_a_lost_head_ends_the_run(ray_machines: Callable[..., RayMachines]) -> N
     done = command.finish(150, grace=20)
 
     assert done.returncode == 3 and time.monotonic() - began < 120, done.output
-    said = (
-        "error: the Ray cluster at 10.99.0.1:6399 has ended before the run, as when the head of a cluster is lost: see "
-    )
+    said = "error: the Ray cluster at 10.99.0.1:6399 has ended before the run, for example because its head node was lost: see "
     assert done.stderr.splitlines()[-1].startswith(said), done.output
 
 

@@ -134,7 +134,7 @@ def test_the_table_shows_the_metric_that_sorts_it_within_eighty_columns(three, c
         (["--where", "val_loss<3h"], "compared with a number, not '3h'"),
         (["--where", "age<soon"], "like 90s, 15min, 3h or 7d, not 'soon'"),
         (["--where", "status<3"], r"status is no number \(failed\): compare it with = or !="),
-        (["--yes"], "--yes belongs to --delete"),
+        (["--yes"], "--yes has no effect without --delete: add --delete, or drop --yes"),
         (["--delete", "--json"], "exclude each other"),
         (["--limit", "0"], "--limit"),
     ],
@@ -238,7 +238,10 @@ def test_a_further_fit_goes_on_while_the_launcher_of_its_run_lives(three, capsys
         with pytest.raises(ResourceError, match="'runs/a/fit-2' is running and is not deleted: stop it first"):
             run_command(["runs", "runs/a/fit-2", "--delete", "--yes"])
         (three / "a/fit-2/result.json").write_text(json.dumps({"status": "finished"}))
-        with pytest.raises(ResourceError, match=r"process \d+ on .* works in '.*/runs/a', which holds it"):
+        with pytest.raises(
+            ResourceError,
+            match=r"process \d+ on .* works in '.*/runs/a', which contains this run: stop that process first",
+        ):
             run_command(["runs", "runs/a/fit-2", "--delete", "--yes"])
     assert run_command(["runs", "runs/a/fit-2", "--delete", "--yes"]) == 0
     assert [path.name for path in (three / "a").glob("fit-*")] == []
@@ -256,7 +259,9 @@ def test_a_trial_of_a_search_that_goes_on_is_not_deleted(three):
     (trial / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     with locked(Path("sweep")):
         assert read_state_of(trial).status == "killed"  # the trial alone has ended
-        with pytest.raises(ResourceError, match=r"works in '.*/sweep', which holds it: stop that first"):
+        with pytest.raises(
+            ResourceError, match=r"works in '.*/sweep', which contains this run: stop that process first"
+        ):
             run_command(["runs", "sweep/trials", "--delete", "--yes"])
     assert run_command(["runs", "sweep/trials", "--delete", "--yes"]) == 0
     assert not trial.exists()
@@ -267,7 +272,7 @@ def test_a_holder_on_another_machine_counts_until_the_run_above_has_ended(three)
     (three / "a/.lock").write_text(f"process 1 on not-{socket.gethostname()}\n")
     check_deletable(read_state_of(fit))
     (three / "a/result.json").write_text(json.dumps({"status": "running"}))
-    with pytest.raises(ResourceError, match="which holds it"):
+    with pytest.raises(ResourceError, match="which contains this run"):
         check_deletable(read_state_of(fit))
     (three / "a/result.json").write_text(json.dumps({"status": "finished"}))
     (three / ".lock").write_text("of another program\n")

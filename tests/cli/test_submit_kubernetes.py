@@ -516,7 +516,7 @@ def test_a_run_belongs_to_the_scheduler_that_it_was_last_handed_to(
         (["--image", "i", "--memory", "64 GB"], "--memory 64 GB is not a quantity of Kubernetes"),
         (["--image", "i", "--save-within", "0"], "--save-within 0 is not a number of seconds above 0"),
         (["--image", "i", "--user", "0"], "--user 0 is root"),
-        (["--image", "i", "--retries", "-1"], "--retries -1 is not a number from 0"),
+        (["--image", "i", "--retries", "-1"], "--retries -1 is negative: give 0 or more"),
         (["--image", "i", "--volume-path", "/tmp"], "--volume-path /tmp cannot be mounted"),
         (["--image", "i", "--volume-path", "runs"], "--volume-path runs cannot be mounted"),
         (["--image", "i", "--kind", "rayjob", "--backend", "fsdp"], "which only the backend ray uses: drop --backend fsdp"),
@@ -619,9 +619,9 @@ def test_a_job_of_an_operator_says_that_it_was_not_tried(
 
     shown = capsys.readouterr()
     assert re.match(rf"{kind} \S+ was submitted\n", shown.out)
-    assert shown.err.startswith("warning: This job was never run with Ku") and shown.err.count("\n") == 1
+    assert shown.err.startswith("warning: Jobs of this kind were never run with Ku") and shown.err.count("\n") == 1
     (file,) = home.glob("runs/*/job/job.yaml")
-    assert "\n# This job was never run with Ku" in file.read_text()
+    assert "\n# Jobs of this kind were never run with Ku" in file.read_text()
 
 
 @pytest.mark.skipif("CRDS" not in os.environ, reason="CRDS names no directory with the definitions of the operators")

@@ -134,7 +134,11 @@ def test_with_a_rank_this_command_is_one_worker_of_the_world(plan, worker):
         (["--world-size", "2", "--rank", "1", "--nproc-per-node", "2"], {}, "--nproc-per-node is for starting several"),
         (["--world-size", "2", "--rank", "1", "--num-nodes", "2"], {}, "--num-nodes is for starting several"),
         (["--world-size", "2", "--rank", "1"], {"RANK": "0", "WORLD_SIZE": "2"}, "--rank 1 contradicts RANK=0 in the"),
-        (["--set", "rank=1"], {}, "rank is not a setting: 'train --world-size N --rank R' makes a command one worker"),
+        (
+            ["--set", "rank=1"],
+            {},
+            "rank is not a setting: 'train --world-size N --rank R' starts one process, rank R of N",
+        ),
     ],
 )
 def test_a_rank_that_cannot_be_is_refused(flags, environ, said, plan):

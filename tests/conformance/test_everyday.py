@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from distributed.testing import Adapter
 from tests.conformance.jobs.asking import SAVE_AFTER
 from tests.conformance.runs import EXACT, OnFirstUse, allowed, apart, dtype_of
-from tests.conftest import needs_backend
+from tests.conftest import needs_backend, needs_library
 
 JOBS = Path(__file__).parent / "jobs"
 JOB = JOBS / "everyday.py"
@@ -27,6 +27,11 @@ WORLDS = {  # name -> the backend with its settings, and the optimizers that it 
 }  # fmt: skip
 CASES = ("stream", "logged", "by-the-clock", "evaluated", "saved")
 TRAINED = [(name, case) for name, (_, optimizers) in WORLDS.items() for case in (*optimizers, "stream", "evaluated")]
+# The model of one process, and the rows of two, of a Keras model. Two of them train it on TensorFlow.
+ONE = "single:1"
+ON_TENSORFLOW = ("tensorflow:2", "horovod[keras_backend=tensorflow]:2")
+KERAS_ROWS = (*ON_TENSORFLOW, "pytorch-ddp:2", "horovod:2", "ray[cpus_per_worker=0.5]:2")
+KERAS = pytest.mark.parametrize("row", KERAS_ROWS)
 pytestmark = [pytest.mark.timeout(400), pytest.mark.full]
 
 
@@ -166,32 +171,62 @@ def test_logged_values_are_reduced_over_both_ranks(started, job, name):
 
 
 @pytest.fixture(scope="module")
-def on_tensorflow(tmp_path_factory, run_cli_once):
-    """Return number of processes -> the directory with what they have trained on TensorFlow."""
-    needs_backend("tensorflow")
+def of_keras(tmp_path_factory, run_cli_once):
+    """Return an adapter with its number of processes -> the directory with what they have trained of a Keras model."""
 
-    def start(world):
-        out = tmp_path_factory.mktemp(f"tensorflow-{world}")
-        command = ["train", "--script", JOBS / "tensorflow" / "hooks.py", *Adapter("tensorflow", (world,)).flags(world)]
-        done = run_cli_once([*command, "--run-dir", out / "run", "--", out], timeout=200)
+    def start(row):
+        adapter = Adapter.parse(row)
+        needs_backend(adapter.backend)
+        if row in ON_TENSORFLOW:
+            needs_backend("tensorflow")
+        needs_library("keras", "tensorflow")
+        (world,) = adapter.world_sizes
+        out = tmp_path_factory.mktemp(adapter.backend)
+        environ = {"KERAS_BACKEND": "torch"} if row == ONE else {}
+        command = [
+            "train",
+            "--script",
+            JOBS / "keras_jobs" / "hooks.py",
+            *adapter.flags(world),
+            "--run-dir",
+            out / "run",
+        ]
+        done = run_cli_once([*command, "--", out], env=environ, timeout=200)
         assert done.returncode == 0, done.output[-3000:]
         return out
 
     return OnFirstUse(start)
 
 
-def test_logged_values_are_reduced_over_both_ranks_on_tensorflow(on_tensorflow):
-    assert_hooks(logged(facts(on_tensorflow[2], "logged")["run_dir"]))
+@KERAS
+def test_logged_values_of_a_keras_model_are_reduced_over_both_ranks(of_keras, row):
+    assert_hooks(logged(facts(of_keras[row], "logged")["run_dir"]))
 
 
-def test_a_stream_that_never_ends_is_validated_within_on_tensorflow(on_tensorflow):
-    assert_validated_within(on_tensorflow[1], on_tensorflow[2], EXACT)
-    one, two = (load_file(on_tensorflow[world] / "stream.safetensors") for world in (1, 2))
+@KERAS
+@pytest.mark.parametrize("case", ["plain", "stream", "named"])
+def test_two_processes_train_the_keras_model_of_one(of_keras, row, case):
+    one, two = (load_file(of_keras[each] / f"{case}.safetensors") for each in (ONE, row))
     assert apart(one, two) < EXACT
 
 
-def test_media_of_hooks_are_kept_on_tensorflow(on_tensorflow):
-    run = Path(facts(on_tensorflow[2], "logged")["run_dir"])
+@KERAS
+def test_a_stream_that_never_ends_validates_a_keras_model_within(of_keras, row):
+    assert_validated_within(of_keras[ONE], of_keras[row], EXACT)
+
+
+@KERAS
+def test_several_validation_sets_of_a_keras_model_are_measured_when_they_are_due(of_keras, row):
+    one, two = (facts(of_keras[each], "named")["rows"] for each in (ONE, row))
+    assert [each["step"] for each in one] == [each["step"] for each in two] == [0, 3, 4, 6, 8]
+    for name in ("val_in_loss", "val_out_loss"):
+        assert [each[name] for each in two] == pytest.approx([each[name] for each in one], abs=EXACT)
+    assert one[-1]["val_in_loss"] < one[0]["val_in_loss"] != one[0]["val_out_loss"]
+
+
+@KERAS
+def test_media_of_hooks_of_a_keras_model_are_kept(of_keras, row):
+    run = Path(facts(of_keras[row], "logged")["run_dir"])
     rows = [json.loads(line) for line in (run / "media.jsonl").read_text().splitlines()]
     assert [(row["name"], row["kind"], row["step"], row.get("rank")) for row in rows] == [
         ("pixels", "image", 3, None), ("note", "text", 3, 0), ("note", "text", 3, 1),
@@ -201,20 +236,40 @@ def test_media_of_hooks_are_kept_on_tensorflow(on_tensorflow):
     assert [text.read_text() for text in texts] == ["of 0", "of 1"]
 
 
-def test_validations_by_the_clock_are_at_the_same_steps_on_tensorflow(on_tensorflow):
-    out = on_tensorflow[2]
+@KERAS
+def test_validations_of_a_keras_model_by_the_clock_are_at_the_same_steps(of_keras, row):
+    out = of_keras[row]
     assert_by_the_clock(*seen_by_ranks(out, "by-the-clock"), facts(out, "by-the-clock")["run_dir"])
 
 
-def test_a_hook_evaluates_as_one_process_does_on_tensorflow(on_tensorflow):
-    wanted = json.loads((on_tensorflow[1] / "evaluated-0.json").read_text())["evaluated"]
+@KERAS
+def test_a_hook_evaluates_a_keras_model_as_one_process_does(of_keras, row):
+    wanted = json.loads((of_keras[ONE] / "evaluated-0.json").read_text())["evaluated"]
     assert len(wanted) == 2 and wanted[0]["loss"] > wanted[1]["loss"] > 0
-    for rank in seen_by_ranks(on_tensorflow[2], "evaluated"):
+    for rank in seen_by_ranks(of_keras[row], "evaluated"):
         assert rank["evaluated"] == [pytest.approx(each, abs=EXACT) for each in wanted]
-    plain, evaluated = (load_file(on_tensorflow[2] / f"{case}.safetensors") for case in ("plain", "evaluated"))
+    plain, evaluated = (load_file(of_keras[row] / f"{case}.safetensors") for case in ("plain", "evaluated"))
     assert apart(plain, evaluated) == 0
 
 
-def test_a_save_that_the_last_rank_asks_for_is_made_once_on_tensorflow(on_tensorflow):
-    out = on_tensorflow[2]
+@KERAS
+def test_a_save_of_a_keras_model_that_the_last_rank_asks_for_is_made_once(of_keras, row):
+    out = of_keras[row]
     assert_saved_once(*seen_by_ranks(out, "saved"), facts(out, "saved")["run_dir"])
+
+
+@pytest.mark.parametrize("row", [row for row in KERAS_ROWS if row not in ON_TENSORFLOW])
+def test_callbacks_freeze_sample_and_count_a_keras_model_on_torch(of_keras, row):
+    one, two = (load_file(of_keras[each] / "frozen.safetensors") for each in (ONE, row))
+    assert apart(one, two) < EXACT
+    whole = load_file(of_keras[row] / "plain.safetensors")
+    moved = {name: float((two[name] - whole[name]).abs().max()) > 0 for name in two}
+    assert all(moves for name, moves in moved.items() if name.startswith("head")), moved
+    texts = []
+    for each in (ONE, row):
+        run = Path(facts(of_keras[each], "observed")["run_dir"])
+        rows = [json.loads(line) for line in (run / "media.jsonl").read_text().splitlines()]
+        assert [(row["name"], row["step"]) for row in rows] == [("told", 3), ("told", 6)]
+        texts.append([(run / row["path"]).read_text() for row in rows])
+        assert all(line["flops_per_second"] > 0 < line["mfu"] for line in logged(run)[1:])
+    assert texts[0] == texts[1]

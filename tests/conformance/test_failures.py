@@ -116,7 +116,7 @@ MISTAKES = {
     "shuffled-stream": "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle",
     "no-parameters": "the model has no parameter that requires a gradient",
     "no-data": "fit() got no training data: pass a DataLoader or a dataset",
-    "other-model": "is of another model: it lacks 0.weight, 0.bias and 2 more; this model lacks its bias, weight: build",
+    "other-model": "is of another model: missing keys 0.weight, 0.bias and 2 more; unexpected keys bias, weight: build",
     "other-shape": "other shapes: weight is [3, 6] in the checkpoint, [4, 6] here, bias is [3] in the checkpoint, [4] here: build the model as it",
 }
 

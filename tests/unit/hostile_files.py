@@ -246,7 +246,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "config: billion laughs": (_config(LAUGHS), "after its aliases are replaced"),
     "config: a long text many times": (_config(LONG_TEXT), "after its aliases are replaced"),
-    "config: an alias of itself": (_config("a: &a [*a]\n"), "before what it stands for has ended"),
+    "config: an alias of itself": (_config("a: &a [*a]\n"), "but no anchor &a ends before it"),
     "config: nested lists": (_config(f"a: {DEEP}\n"), "more than 100 deep"),
     "config: nested mappings": (_config("".join(" " * i + "a:\n" for i in range(600))), "more than 100 deep"),
     "config: a million values": (_config("a: [" + "1," * 1_000_000 + "]\n"), "has more than 262144 bytes"),

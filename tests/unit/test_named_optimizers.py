@@ -163,6 +163,8 @@ def test_layer_rates_apply_to_the_longest_start_of_a_name() -> None:
         ConfigError, match=r"layer_rates names 'bodi', but no trainable parameter begins with it .did you mean 'body'"
     ):
         trained(layer_rates={"bodi": 0.1})
+    with pytest.raises(ConfigError, match=r"^layer_rates: 'body' has the factor 0, which must be above 0: raise it"):
+        trained(layer_rates={"body": 0.0})
 
 
 # ------------------------------------------------------------------ schedules

@@ -406,7 +406,8 @@ def test_another_number_of_nodes_in_the_script_than_the_launchers_is_an_error(mo
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     with pytest.raises(
-        ConfigError, match=r"num_nodes=2 in the script is not the running world's 1: start with --num-nodes 2"
+        ConfigError,
+        match=r"num_nodes=2 in the script but this run was started with num_nodes=1: start with --num-nodes 2",
     ):
         Trainer(print, num_nodes=2, device="cpu")
     assert Trainer(print, num_nodes=1, device="cpu").plan.world_size == 2

@@ -158,7 +158,8 @@ def test_only_a_pod_waits_for_the_name_of_node_0(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setenv(variable, "0")
     with pytest.raises(
-        ResourceError, match=r"^master_addr='no-such-host\.invalid' has had no address for 0 s \(start_timeout\)"
+        ResourceError,
+        match=r"^master_addr='no-such-host\.invalid' did not resolve to an address within 0 s \(start_timeout\)",
     ):
         start._wait_for_name(request)
     start._wait_for_name(SimpleNamespace(num_nodes=1))

@@ -81,7 +81,7 @@ def test_every_answer_names_a_setting_or_says_why_there_is_none():
 
 
 def test_no_answer_is_for_a_name_that_is_taken_and_none_offers_an_alias():
-    # `rank` is a hidden flag that makes a command one worker; as a setting it is answered.
+    # `rank` is a hidden flag that makes a command one process of a run; as a setting it is answered.
     assert not PEERS.keys() & (OURS | HIDDEN - {"rank"} | set(GROUPS))
     assert {setting for answer in PEERS.values() for setting, _ in settings_in(answer)} & (HIDDEN - OURS) == set()
 

@@ -174,7 +174,7 @@ def test_another_models_checkpoint_is_refused_by_name_and_changes_nothing(tmp_pa
     with pytest.raises(CheckpointError) as raised:
         tensors.load_model(more, tmp_path)
     assert str(raised.value) == (
-        f"checkpoint {tmp_path} is of another model: it lacks extra.weight, extra.bias; this model lacks its scale;"
+        f"checkpoint {tmp_path} is of another model: missing keys extra.weight, extra.bias; unexpected keys scale;"
         " other shapes: turned is [4, 6] in the checkpoint, [2, 6] here: build the model as it was saved,"
         " or start without the checkpoint"
     )

@@ -196,7 +196,7 @@ def test_load_weights_and_init_from_say_what_is_missing(made: Any, capsys: pytes
     _, last, final = made
     model = net()
     with pytest.raises(
-        CheckpointError, match=r"it lacks base.weight, base.bias, .*trainable parameters only: pass strict=False"
+        CheckpointError, match=r"missing keys base.weight, base.bias, .*trainable parameters only: pass strict=False"
     ):
         distributed.load_weights(model, last)
     loaded = distributed.load_weights(model, last, strict=False)

@@ -311,7 +311,9 @@ def test_an_error_of_a_kernel_that_aborts_a_worker_is_told_and_made_again_with_i
     assert found.environ == {"CUDA_LAUNCH_BLOCKING": "1"}
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("warning: rank 0 was killed by signal 6 (SIGABRT): ") and "PG" not in said
-    assert said.endswith(f"{ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line")
+    assert said.endswith(
+        f"{ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, so that the traceback shows the failing line"
+    )
     # The second abort has no message. That of the first attempt must not be taken for it.
     assert abort(run, found, 1, "Aborted") is Verdict.RESTART
     assert found.environ == {} and "(SIGABRT): restarting" in capsys.readouterr().err
@@ -332,7 +334,7 @@ def test_an_error_of_a_kernel_without_a_restart_ends_with_what_to_do(run, capsys
     assert found.environ == {}
     assert found.finish() == 1
     *_, error, hint = capsys.readouterr().err.splitlines()
-    then = "max_restarts=0; set CUDA_LAUNCH_BLOCKING=1 to see the line"
+    then = "max_restarts=0; set CUDA_LAUNCH_BLOCKING=1 to see the failing line in the traceback"
     assert error == f"error: rank 0 was killed by signal 6 (SIGABRT): {ASSERTED}; {then}"
     assert hint == f"hint: {hint_of(ASSERTED)}" and "an index is out of range" in hint
 
@@ -369,7 +371,8 @@ def test_an_error_of_a_kernel_that_python_raised_is_made_again_once(run, capsys,
     assert raise_asserted(found, 1, 2, kind) is Verdict.OVER and found.environ == {}
     (said,) = capsys.readouterr().err.splitlines()  # without the advice that torch adds to the message
     assert said == (
-        f"warning: rank 0 failed with AcceleratorError: {ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1, to see the line"
+        f"warning: rank 0 failed with AcceleratorError: {ASSERTED}: restarting (1 of 3) with CUDA_LAUNCH_BLOCKING=1,"
+        " so that the traceback shows the failing line"
     )
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert raise_asserted(verdicts(run, io.StringIO()), 0, 3, kind) is Verdict.OVER

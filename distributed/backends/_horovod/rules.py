@@ -80,7 +80,7 @@ NEEDS: Mapping[str, tuple[Need, ...]] = {
     "start_timeout": (SEVERAL_PROCESSES, _OUR_RENDEZVOUS),
 }
 REFUSES: Refusals = {
-    "checkpoint_async": "its checkpoints are written at once: drop it, or use backend 'pytorch-ddp'",
+    "checkpoint_async": "its checkpoints are written synchronously: drop it, or use backend 'pytorch-ddp'",
     "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'pytorch-ddp'",
     "communication_backend=nccl": "Horovod uses NCCL for GPUs if it was built with NCCL: drop it",
     "communication_backend=mpi": (

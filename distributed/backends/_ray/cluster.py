@@ -294,7 +294,7 @@ def unreached(address: str, output: str) -> ResourceError:
     if address == "auto":
         return ResourceError(
             f"{_setting(address)} finds no Ray cluster on this machine: start one with 'ray start --head', name one as HOST:PORT, or"
-            " drop it to use one of its own"
+            " drop it to start a cluster for this run"
         )
     lines = [line for line in output.splitlines() if line.strip()]
     return ResourceError(
@@ -312,13 +312,13 @@ def _reach(address: str, host: str, port: int) -> None:
         connection = socket.create_connection((host, port), timeout=_REACH_S)
     except socket.gaierror as error:
         raise ResourceError(
-            f"{_setting(address)} names no host that this machine knows ({error.strerror}): correct it, or drop it to use a"
-            " cluster of its own"
+            f"{_setting(address)} names no host that this machine knows ({error.strerror}): correct it, or drop it to start a"
+            " cluster for this run"
         ) from None
     except OSError as error:
         raise ResourceError(
             f"{_setting(address)} does not answer ({error.strerror or error}): start a cluster there with 'ray start --head',"
-            " or drop it to use one of its own"
+            " or drop it to start a cluster for this run"
         ) from None
     with connection:
         if os.environ.get("RAY_USE_TLS", "0") == "0" and not _speaks_grpc(connection):

@@ -167,7 +167,7 @@ class _Launch:
         return False
 
     def _head_lost(self) -> str:
-        how = f"{self._cluster.name} has ended before the run, as when the head of a cluster is lost"
+        how = f"{self._cluster.name} has ended before the run, for example because its head node was lost"
         return f"{how}: see {self._run.logs / 'ray.log'}"
 
     def _has_lost_a_node(self) -> bool:

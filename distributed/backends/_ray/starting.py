@@ -39,7 +39,7 @@ class RayStarting(TorchStarting):
         _check_trial(config.options("ray"))
         if config.is_elastic and config.options("ray").callbacks is not None:
             raise ConfigError(
-                "ray.callbacks are called by Ray Train, which does not place a number of workers that may change: drop them, or set"
+                "ray.callbacks are called by Ray Train, which needs a fixed number of workers here: drop them, or set"
                 f" nproc_per_node={config.nproc_per_node}"
             )
         if config.num_nodes > 1 and config.options("ray").callbacks is not None:

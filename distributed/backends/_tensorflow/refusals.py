@@ -5,7 +5,7 @@ from __future__ import annotations
 from distributed.backends.base import Refusals
 
 REFUSES: Refusals = {
-    "checkpoint_async": "its checkpoints are written at once: drop it, or use backend 'pytorch-ddp'",
+    "checkpoint_async": "its checkpoints are written synchronously: drop it, or use backend 'pytorch-ddp'",
     "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'pytorch-ddp'",
     "communication_backend": "TensorFlow has transports of its own: drop it",
     "mixed_precision=fp16": "TensorFlow's loss scaling is not in this version: set mixed_precision='bf16'",

@@ -46,7 +46,7 @@ class TorchObserver(Observer):
         own = self._backend
         kept, self._kept = self._kept, None
         if own.own_steps is not None:
-            raise ConfigError("only the loop of the script knows how it is called")
+            raise ConfigError("the script's own loop calls it, so its inputs are not known")
         if not own.kind.is_one_model:
             raise ConfigError("there are several models")
         if self.cuts_weights:

@@ -292,8 +292,8 @@ def _check_same_model(own: Mapping[str, torch.Tensor], stored: Mapping[str, Stor
     shapes = [name for name in both if own[name].shape != stored[name].shape]
     kinds = [(name, own[name].dtype, dtype_of(stored[name].dtype)) for name in both]
     found = {
-        "it lacks": [name for name in own if name not in stored],
-        "this model lacks its": [name for name in stored if name not in own],
+        "missing keys": [name for name in own if name not in stored],
+        "unexpected keys": [name for name in stored if name not in own],
         "other shapes:": [
             f"{name} is {list(stored[name].shape)} in the checkpoint, {list(own[name].shape)} here" for name in shapes
         ],

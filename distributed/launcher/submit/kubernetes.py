@@ -106,7 +106,7 @@ def notes(job: BatchJob, options: KubernetesOptions) -> list[str]:
     if options.kind in _OPERATORS:
         name = _OPERATORS[options.kind]
         found.append(
-            f"This job was never run with {name}: its fields were only compared with the definitions of {name}."
+            f"Jobs of this kind were never run with {name}: only their fields were compared with the definitions of {name}."
         )
     return found
 

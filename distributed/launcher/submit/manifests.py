@@ -75,7 +75,7 @@ class KubernetesOptions:
         if self.user < 1:
             raise ConfigError(f"--user {self.user} is root or no user: give a number above 0")
         if self.retries < 0:
-            raise ConfigError(f"--retries {self.retries} is not a number from 0")
+            raise ConfigError(f"--retries {self.retries} is negative: give 0 or more")
         for name in ("cpus", "memory", "shm"):
             value = getattr(self, name)
             if value is not None and not _QUANTITY.fullmatch(value):

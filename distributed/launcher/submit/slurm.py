@@ -75,7 +75,7 @@ class SlurmOptions:
             raise ConfigError(f"--save-before {self.save_before} is not a number of seconds above 0")
         if self.time is not None and _seconds(self.time) < self.save_before + _EARLY_S:
             raise ConfigError(
-                f"--time {self.time} leaves no time to train: SLURM tells the run to save up to {_EARLY_S} s earlier than"
+                f"--time {self.time} leaves no time to train: SLURM's signal to save may come {_EARLY_S} s earlier than"
                 f" --save-before {self.save_before}, so the limit must be at least {self.save_before + _EARLY_S} s"
             )
         if self.array is not None and not re.fullmatch(r"[\d,:-]+(%\d+)?", self.array):

@@ -1,4 +1,4 @@
-"""Callback that logs numbers in hooks, for everyday.py and tensorflow/hooks.py."""
+"""Callback that logs numbers in hooks, for everyday.py and keras_jobs/hooks.py."""
 
 from distributed import Callback
 
