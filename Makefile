@@ -100,9 +100,10 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The constraints pin the build's own requirements too. Workaround (pip 23.2, pypa/pip#13534; may go when the oldest pip used has
-# --build-constraint): pip applies them to a build only from the variable. Python compiles what is imported, once: compiling all of
-# it here, as pip does by itself, takes longer than the rest of the installation. Where Python was told to keep nothing that it
-# compiles, every process would compile all that it imports, and so it is done here.
+# --build-constraint): pip applies them to a build only from the variable.
+# Do not let pip compile all modules: this takes longer than the rest of the installation, and Python compiles and stores each module
+# when it is first imported. With PYTHONDONTWRITEBYTECODE, Python stores nothing, and each process would compile its imports again.
+# The modules are then compiled here.
 $(DEMO_STAMP): EXTRAS := $(DEMO_EXTRAS)
 $(DOCS_STAMP): EXTRAS := docs
 $(STAMP): EXTRAS := all

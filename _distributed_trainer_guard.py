@@ -1,7 +1,7 @@
-"""Start of the console script `distributed`: looks whether the package of that name is ours before anything imports it.
+"""Start the console script `distributed`, after a check that the installed package `distributed` is that of distributed-trainer.
 
-Dask's project is called `distributed` on PyPI and installs a package of the same name over ours; pip says nothing.
-This module has a name of its own, so it runs whichever package won.
+Dask's project `distributed` on PyPI installs a package of the same name. Its files overwrite those of distributed-trainer without
+an error of pip. This module has another name, so it runs whichever of the two packages is installed.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import importlib
 import importlib.metadata
 import sys
 
-CURE = (
+PROBLEM_AND_FIX = (
     "Dask's package 'distributed' and distributed-trainer cannot share an environment (one overwrites the other):"
-    " make a new one (python -m venv NEW) and install only distributed-trainer there"
+    " create a new environment (python -m venv NEW) and install only distributed-trainer there"
 )
 
 
 def main() -> None:
-    """Run the command line, or leave with exit code 3 and the cure."""
+    """Run the command line. If the package is not that of distributed-trainer, print the problem and exit with code 3."""
     if problem := clash():
         sys.stderr.write(f"error: {problem}\n")
         sys.exit(3)
@@ -25,14 +25,14 @@ def main() -> None:
 
 
 def clash() -> str:
-    """What is wrong with this environment in one line, or ""."""
+    """Return one line that names the problem of this environment and its fix, or "" if there is none."""
     try:
         version = importlib.metadata.version("distributed")
     except importlib.metadata.PackageNotFoundError:
         version = ""
     if version:
-        return f"{CURE} (found Dask's distributed {version})"
+        return f"{PROBLEM_AND_FIX} (found Dask's distributed {version})"
     package = importlib.import_module("distributed")
     if not getattr(package, "__distributed_trainer__", False):
-        return f"{CURE} (the package at {getattr(package, '__file__', '?')} is not ours)"
+        return f"{PROBLEM_AND_FIX} ({getattr(package, '__file__', '?')} does not belong to distributed-trainer)"
     return ""

@@ -100,8 +100,8 @@ def join_deepspeed() -> tuple[int, int]:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
 
-    # DeepSpeed 0.19 compiles this extension for minutes at the first start. It is for inference; our adapter skips it
-    # too.
+    # Workaround (DeepSpeed 0.19.8, deepspeedai/DeepSpeed#7625; may go when this all-reduce is compiled on request only): DeepSpeed
+    # compiles it for minutes at the first start. It is for inference. Our adapter skips it too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend="gloo")
     return dist.get_rank(), dist.get_world_size()

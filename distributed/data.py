@@ -36,6 +36,9 @@ def epoch_order(
         epoch: the epoch, from 0. Each epoch has its own order.
         shuffle: whether to shuffle.
         version: the version of the order (`TrainState.data_version`). In version 1, every shuffled order is an array.
+
+    Returns:
+        An array of shape `[num_samples]`, or an object that has a length, slices and an iterator as such an array has.
     """
     import numpy
 
@@ -169,6 +172,9 @@ def slices(num_samples: int, batch: BatchPlan, rank: int, micro_batches: int | N
         batch: the batch equation of the run.
         rank: the data-parallel rank.
         micro_batches: the number of micro-batches; by default `num_micro_batches`.
+
+    Returns:
+        One range for each micro-batch. Its numbers are positions in the update, from 0.
     """
     world = batch.data_parallel_size
     count = num_micro_batches(num_samples, batch) if micro_batches is None else micro_batches

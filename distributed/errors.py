@@ -43,7 +43,11 @@ class CheckpointError(ConfigError):
 
 
 class TrainingInterrupted(SystemExit):
-    """Raised by `fit` after SIGTERM or SIGINT, once the state has been saved. The process exits with 128 + signal."""
+    """Raised by `fit` after SIGTERM or SIGINT, once the state has been saved. The process exits with 128 + signal.
+
+    Args:
+        signum: the number of the signal.
+    """
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)

@@ -26,6 +26,9 @@ def checkpoint_scope(*modules: torch.nn.Module) -> contextlib.AbstractContextMan
         modules: the modules to recompute. If none are given: the repeated blocks (entries of a ModuleList or Sequential
             that have sub-modules) of every model that is called inside, or the modules that a Hugging Face model selects.
 
+    Returns:
+        The context manager, for one `with` statement.
+
     Raises:
         ConfigError: an argument is not a module, or a model without repeated blocks is called inside.
     """

@@ -195,17 +195,3 @@ class TrainState:
     def has_row(self) -> bool:
         """Return whether the newest row belongs to this step and will not be replaced."""
         return bool(self.rows) and self.rows[-1]["step"] == self.step and not self.is_last_row_open
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the state as plain Python, for state.json."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> TrainState:
-        """Return the state that `to_json` wrote. Unknown names, written by a newer version, are ignored."""
-        known = {f.name for f in dataclasses.fields(cls)}
-        state = cls(**{name: value for name, value in content.items() if name in known})
-        state.data_version = content.get("data_version", 1)  # the first version was not recorded
-        if "is_last_row_open" not in content and state.rows:  # an older version had rows of epochs only
-            state.is_last_row_open = state.rows[-1]["epoch"] > state.epoch
-        return state

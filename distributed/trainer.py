@@ -134,7 +134,6 @@ class Trainer:
         job = dataclasses.replace(job, **processing)
         self.setup = make_setup(type(self).__name__, self._backend, job, given, config, settings, objects)
         self._fits = Fits(self.setup, type(self))
-        self.history: History | None = None
 
     def __repr__(self) -> str:
         model, plan = self.job.model, self.plan
@@ -200,6 +199,7 @@ class Trainer:
 
         Raises:
             ConfigError: an argument or a setting is wrong.
+            ResourceError: a device or a port is missing, another run uses the run directory, or some ranks did not join.
             TrainingError: training failed.
             TrainingInterrupted: SIGTERM arrived, and the state has been saved. If uncaught, the exit code is 128 + signal.
             KeyboardInterrupt: Ctrl-C was pressed, and the state has been saved.
@@ -214,14 +214,13 @@ class Trainer:
             "mlflow_experiment": mlflow_experiment,
         }
         if (trial := current()) is not None:
-            trial.on_fit(self)
+            trial.on_fit(self, self._fits)
         fit_arguments.refuse_positional(train_data, val_data)
         settings = fit_arguments.settings_of(given, others)
         train = fit_arguments.training_set(train_data, x, y, sample_weight, class_weight)
         val = fit_arguments.validation_set(val_data, validation_data)
         with self._with_callbacks(_read_callbacks(callbacks)):
-            self.history = self._fits.fit(settings, train, val)
-        return self.history
+            return self._fits.fit(settings, train, val)
 
     @contextlib.contextmanager
     def _with_callbacks(self, callbacks: list[Callback]) -> Iterator[None]:
@@ -257,7 +256,7 @@ class Trainer:
         """
         from distributed.finders.learning_rate import RateRange, find_learning_rate
 
-        self._refuse_several("find_learning_rate() searches the rate of one optimizer: set those of several by hand")
+        self._refuse_several("find_learning_rate() finds the rate of one optimizer: set those of several by hand")
 
         return find_learning_rate(self._fits, train_data, RateRange(min_rate, max_rate, num_steps))
 
@@ -294,7 +293,11 @@ class Trainer:
             data: data with targets, as for `fit`.
 
         Returns:
-            The values by name.
+            The values by name, the same on all ranks.
+
+        Raises:
+            ConfigError: the data or a setting is wrong.
+            ResourceError: a device is missing, or some ranks did not join.
         """
         measured: dict[str, float] = self._fits.open_session().evaluate(data)
         return measured
@@ -322,7 +325,9 @@ class Trainer:
             The outputs, in the structure that the model returns, or the directory `out`.
 
         Raises:
-            ConfigError: `out` exists, or the files cannot hold an output, which the error names.
+            ConfigError: the data or a setting is wrong, the Trainer has several models, `out` exists, or the files cannot hold an
+                output. The error names that output.
+            ResourceError: a device is missing, or some ranks did not join.
         """
         self._refuse_several("predict() calls one model: call trainer.model[NAME] on the inputs")
         if force and out is None:
@@ -335,6 +340,9 @@ class Trainer:
         Args:
             value: one number per rank.
             name: the name of the number, for error messages.
+
+        Returns:
+            The mean, the same on all ranks.
 
         Raises:
             ConfigError: `value` is not a number.
@@ -403,7 +411,8 @@ class Trainer:
             The path.
 
         Raises:
-            ConfigError: the model has no `save_pretrained`.
+            ConfigError: the model has no `save_pretrained`, the Trainer has several models, or `path` is an address of object
+                storage.
         """
         refuse_address(path, "save_pretrained()")
         self._refuse_several("save_pretrained() saves one model: call it on trainer.model[NAME]")
@@ -416,6 +425,12 @@ class Trainer:
 
         Every rank must enter and leave the context. The main process gets the module, and the other ranks get None. A
         callback may use it during `fit`. A sharded model is gathered into host memory, and changes to that copy are lost.
+
+        Yields:
+            The module on the main process, None on the other ranks.
+
+        Raises:
+            ResourceError: a device is missing, or some ranks did not join.
         """
         with self._fits.open_session().whole_model() as model:
             yield model
@@ -429,6 +444,9 @@ class Trainer:
         Args:
             local: whether the first process of each node runs the block first. With False, only rank 0 does, which suits a
                 directory that all nodes share.
+
+        Returns:
+            The context manager, for one `with` statement.
 
         Raises:
             TrainingError: on the ranks that waited, if the block failed on a rank before them. That rank raises its own error.
@@ -476,6 +494,11 @@ class Trainer:
         self.setup.callbacks[:] = callbacks
 
     @property
+    def history(self) -> History | None:
+        """The history of the last fit, or None before the first one."""
+        return self._fits.history
+
+    @property
     def merged(self) -> MergedConfig:
         """The settings of the newest fit, each with its source."""
         return self._fits.merged
@@ -492,7 +515,7 @@ class Trainer:
 
     @property
     def best_accuracy(self) -> float:
-        """`History.best_accuracy` of the last fit."""
+        """`History.best_accuracy` of the last fit. Raises ConfigError before the first fit."""
         if self.history is None:
             raise ConfigError("best_accuracy is not available before fit(): call fit() first")
         return self.history.best_accuracy
@@ -549,36 +572,36 @@ def _read_callbacks(callbacks: Any) -> list[Callback]:
 
 
 class PyTorchDDPTrainer(Trainer):
-    """Trainer on PyTorch DistributedDataParallel. Options of the group `ddp` may be passed directly: `static_graph=True`."""
+    """Trainer on PyTorch DistributedDataParallel. Options of the option group `ddp` may be passed directly: `static_graph=True`."""
 
     _backend = "pytorch-ddp"
 
 
 class FSDPTrainer(Trainer):
-    """Trainer on PyTorch FSDP2. Options of the group `fsdp` may be passed directly: `cpu_offload=True`."""
+    """Trainer on PyTorch FSDP2. Options of the option group `fsdp` may be passed directly: `cpu_offload=True`."""
 
     _backend = "fsdp"
 
 
 class RayTrainer(Trainer):
-    """Trainer whose processes Ray Train starts. Options of the group `ray` may be passed directly: `engine="fsdp"`."""
+    """Trainer whose processes Ray Train starts. Options of the option group `ray` may be passed directly: `engine="fsdp"`."""
 
     _backend = "ray"
 
 
 class DeepSpeedTrainer(Trainer):
-    """Trainer on DeepSpeed ZeRO. Options of the group `deepspeed` may be passed directly: `zero_stage=3`."""
+    """Trainer on DeepSpeed ZeRO. Options of the option group `deepspeed` may be passed directly: `zero_stage=3`."""
 
     _backend = "deepspeed"
 
 
 class HorovodTrainer(Trainer):
-    """Trainer on Horovod. Options of the group `horovod` may be passed directly: `compression=hvd.Compression.fp16`."""
+    """Trainer on Horovod. Options of the option group `horovod` may be passed directly: `compression=hvd.Compression.fp16`."""
 
     _backend = "horovod"
 
 
 class TensorFlowDistributedTrainer(Trainer):
-    """Trainer for Keras models on TensorFlow. Options of the group `tensorflow` may be passed directly."""
+    """Trainer for Keras models on TensorFlow. Options of the option group `tensorflow` may be passed directly."""
 
     _backend = "tensorflow"

@@ -1,6 +1,6 @@
 """Make the pictures of the documentation, docs/images/*.png, from real runs in a headless Chromium: `make screenshots`.
 
-It runs examples/train.py on one, two and three processes and a search over it, and shows them in reports, TensorBoard
+It runs examples/train.py on one, two and three processes and a sweep over it, and shows them in reports, TensorBoard
 and MLflow. It takes some minutes on two cores.
 """
 
@@ -59,7 +59,7 @@ def main() -> None:
         (directory / "examples").symlink_to(ROOT / "examples")  # the pages show the paths of the command line
         runs = [train(directory, world) for world in (1, 2, 3)]
         run_cli(directory, "report", *(run.name for run in runs), "--compare")
-        sweep = search(directory)
+        sweep = tune(directory)
         run_cli(directory, "report", sweep.name)
         with Browser() as browser:
             report(browser, runs[1] / "report.html", "report")
@@ -91,14 +91,12 @@ def train(directory: Path, world: int) -> Path:
     return run
 
 
-def search(directory: Path) -> Path:
-    """Run sixteen trials of the same script and return the directory of the search."""
+def tune(directory: Path) -> Path:
+    """Run sixteen trials of the same script and return the directory of the sweep."""
     (directory / "space.yaml").write_text(SPACE)
     asked = ["--search-space", "space.yaml", "--num-samples", "16", "--metric", "val_loss", "--scheduler", "asha"]
-    run_cli(
-        directory, "tune", "--script", "examples/train.py", *asked, "--run-dir", "search", "--epochs", "9", *TRACKED
-    )
-    return directory / "search"
+    run_cli(directory, "tune", "--script", "examples/train.py", *asked, "--run-dir", "sweep", "--epochs", "9", *TRACKED)
+    return directory / "sweep"
 
 
 def run_cli(directory: Path, *arguments: str) -> None:

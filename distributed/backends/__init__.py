@@ -45,7 +45,7 @@ def entry_in_use(config: DistributedConfig, name: str) -> BackendEntry:
 
 
 def groups_in_use(config: DistributedConfig, name: str) -> tuple[str, ...]:
-    """Return the groups of options that apply to backend `name`, its own first."""
+    """Return the option groups that apply to backend `name`, its own first."""
     group = backend_entry(name).group
     return (group, *(backend_entry(each).group for each in starting_of(name).groups(config.options(group))))
 

@@ -196,7 +196,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
     @abc.abstractmethod
     def setup(self) -> WorkerContext:
-        """Join the other processes, choose the device and return this process's place among them. A collective.
+        """Join the other processes, choose the device and return this process's rank among them. A collective.
 
         Sets `world` and `context`. Called once in each process that trains or evaluates, before anything but `check` and
         `configure`. Raises ResourceError if ranks are missing after `start_timeout`, or if the device cannot be used.
@@ -258,7 +258,7 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def learning_rates(self) -> list[float]:
         """Return the learning rate of each parameter group for the next update. Not a collective.
 
-        The rates include `config.warm_rate`, with which the search for a learning rate raises the rate at each update.
+        The rates include the warm-up (`config.warm_rate`), also the one with which `find_learning_rate` raises the rate.
         """
 
     @abc.abstractmethod
@@ -429,7 +429,7 @@ def check_callbacks(backend: Backend[Any], callbacks: Sequence[Callback]) -> Non
 
 
 def _value(config: DistributedConfig, name: str) -> tuple[Any, Any]:
-    """Return (value, default) of a setting, or of an option in a group that every backend shares."""
+    """Return (value, default) of a setting, or of an option in an option group that every backend shares."""
     group, _, option = name.rpartition(".")
     holder = config.options(group) if group else config
     return getattr(holder, option), type(holder).__dataclass_fields__[option].default

@@ -42,7 +42,7 @@ class Capabilities:
     """Hold what a backend can do. Keys of `refuses` and `conditions` are "setting", "setting=value" or in `NO_SETTINGS`."""
 
     backend: str
-    group: str  # name of the backend's group of options
+    group: str  # name of the backend's option group
     summary: str
     missing: tuple[str, ...]  # libraries that are not installed
     install: str  # the command that installs them

@@ -188,10 +188,10 @@ def _run_child(order: Mapping[str, Any]) -> tuple[bytes, str]:
         )  # fmt: skip
         os.close(writes)
         try:
-            _, said = child.communicate()
+            _, printed = child.communicate()
             content = answers.read(1 << 20)
         finally:
             child.kill()
             child.wait()
-    lines = said.decode(errors="replace").strip().splitlines()
+    lines = printed.decode(errors="replace").strip().splitlines()
     return content, lines[-1] if lines else f"its process ended with {child.returncode}"

@@ -244,10 +244,10 @@ def _with_own_optimizer(job: Job, own_config: Mapping[str, Any], config: Distrib
     """Return `job` with the optimizer that the DeepSpeed config asks for."""
     import torch
 
-    asked = config_file.adam(own_config, config.learning_rate)
-    if asked is None:
+    found = config_file.adam(own_config, config.learning_rate)
+    if found is None:
         return job
     if job.optimizer is not None:
         raise ConfigError("optimizer and deepspeed_config.optimizer both set the optimizer: drop one")
-    kind, arguments = asked
+    kind, arguments = found
     return dataclasses.replace(job, optimizer=functools.partial(getattr(torch.optim, kind), **arguments))

@@ -1,7 +1,7 @@
 """Define what each setting needs to have an effect, and name the given settings that have no effect in this run.
 
 One configuration may be used on a laptop, on a cluster and with several launchers. A setting that has no effect in one
-of these places is therefore not an error. Settings that contradict each other are refused elsewhere, where they are
+of them is therefore not an error. Settings that contradict each other are refused elsewhere, where they are
 checked.
 """
 
@@ -50,8 +50,8 @@ def of_launcher(what: str, value: Callable[[LaunchRequest, str], Any]) -> Need:
             return "another launcher started the processes" if where.is_worker else "fit trains in this process"
         group, _, option = name.rpartition(".")
         config = where.backend.config
-        asked = getattr(config.options(group) if group else config, option)
-        if value(where.request, option) == asked:
+        given = getattr(config.options(group) if group else config, option)
+        if value(where.request, option) == given:
             return ""
         is_of_fit = where.request.payload is not None
         return "fit chooses it" if is_of_fit else "the launcher started without it: give it by flag or --config"
@@ -247,7 +247,7 @@ def needs_of(backend: type[Backend[Any]], name: str) -> tuple[Need, ...]:
 
 
 def _given(where: Situation) -> Iterator[str]:
-    """Yield the name of each setting that was given. Each option of a group counts as a setting of its own."""
+    """Yield the name of each setting that was given. Each option of an option group counts as a setting of its own."""
     return (name for name in where.backend.merged.sources if name not in GROUPS)
 
 

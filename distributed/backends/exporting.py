@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._keras.batches import unpacked
-from distributed.backends._keras.models import is_model
 from distributed.backends.arrays import ArrayBatch
 from distributed.backends.base import TARGET_NAMES
+from distributed.backends.keras_kinds import is_model
 from distributed.backends.weights import load_trained
 from distributed.config.libraries import is_installed
 from distributed.errors import ConfigError, ResourceError, nearest

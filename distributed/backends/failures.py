@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, TrainingError
-from distributed.launching.causes import place_of
+from distributed.launching.causes import location_of
 
 
 class Failures:
@@ -47,7 +47,7 @@ class Failures:
 def _named(name: str, error: Exception) -> DistributedError:
     if isinstance(error, DistributedError):
         return error if repr(name) in str(error) else type(error)(f"metric {name!r}: {error}")
-    where = f" ({place})" if (place := place_of(error)) else ""
+    where = f" ({location})" if (location := location_of(error)) else ""
     made = TrainingError(f"metric {name!r} failed: {type(error).__name__}: {error}{where}")
     made.__cause__ = error
     return made

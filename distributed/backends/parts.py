@@ -145,4 +145,4 @@ def by_update(pieces: Sequence[RankedPart], is_presharded: bool) -> list[list[tu
     if is_presharded:
         return [[(p.value, p.num_samples)] for p in sorted(pieces, key=lambda p: (p.rank, p.key))]
     ordered = sorted(pieces, key=lambda piece: (piece.key, piece.rank))
-    return [[(p.value, p.num_samples) for p in group] for _, group in itertools.groupby(ordered, key=lambda p: p.key)]
+    return [[(p.value, p.num_samples) for p in same] for _, same in itertools.groupby(ordered, key=lambda p: p.key)]

@@ -19,9 +19,9 @@ _RAY_PLACES = "one command starts the workers of all nodes: drop it"
 
 
 def _is_without_cluster(own: Any) -> bool:
-    """Return whether several nodes are asked for and this process, which starts the workers, knows no cluster to join."""
-    is_asked = own.config.num_nodes > 1 and worker_environment() is None
-    return is_asked and own.config.address is None and connected() is None
+    """Return whether this process starts the workers of several nodes, and knows no cluster to join."""
+    starts_several = own.config.num_nodes > 1 and worker_environment() is None
+    return starts_several and own.config.address is None and connected() is None
 
 
 def _launched_with(name: str) -> Need:

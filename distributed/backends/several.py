@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from distributed.backends._keras.models import is_model
 from distributed.backends.base import Backend
+from distributed.backends.keras_kinds import is_model
 from distributed.errors import ConfigError
 from distributed.state import Job
 

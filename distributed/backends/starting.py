@@ -45,7 +45,7 @@ class Starting:
         return self.backend_entry
 
     def groups(self, options: Any) -> tuple[str, ...]:
-        """Return the names of other backends whose groups of options apply too."""
+        """Return the names of other backends whose option groups apply too."""
         return ()
 
     def is_fit_in_workers(self, plan: ProcessPlan) -> bool:

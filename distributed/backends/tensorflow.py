@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from distributed.backends._keras.by_name import check_names
-from distributed.backends._keras.models import is_model
 from distributed.backends._tensorflow import start
 from distributed.backends._tensorflow.observer import TensorFlowObserver
 from distributed.backends._tensorflow.refusals import IN_GRAPH, REFUSES
 from distributed.backends._tensorflow.scripts import refuse_reading, refuse_torch
 from distributed.backends.base import Backend, Refusals, ShardedData
+from distributed.backends.keras_kinds import is_model
 from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.config.fields import setting
 from distributed.config.gpus import visible_gpus

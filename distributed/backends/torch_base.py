@@ -17,6 +17,7 @@ from distributed.backends._torch.named_losses import check_names_early
 from distributed.backends._torch.observer import TorchObserver
 from distributed.backends._torch.wrapper import Wrapper
 from distributed.backends.base import Backend, If, OptionsT, Refusals, ShardedData
+from distributed.backends.keras_kinds import is_model
 from distributed.config.data import DataOptions
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import BatchPlan, ProcessPlan
@@ -99,15 +100,15 @@ class TorchBackend(Backend[OptionsT]):
         check_names_early(job)
 
     def _check_model(self, model: Any, *, here: bool) -> None:
-        from distributed.backends._keras import models
-
-        if not models.is_model(model):
+        if not is_model(model):
             return
         if self.config.checkpoint_trainable_only:
             raise ConfigError("checkpoint_trainable_only=True does not work with Keras models: drop it")
         if self.refuses_keras:
             raise ConfigError(f"backend={self.plan.backend!r} does not take Keras models: {self.refuses_keras}")
-        models.check_engine("torch", self.plan.backend, here=here, otherwise=self.other_keras)
+        from distributed.backends._keras.models import check_engine
+
+        check_engine("torch", self.plan.backend, here=here, otherwise=self.other_keras)
 
     def setup(self) -> WorkerContext:
         import torch

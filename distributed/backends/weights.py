@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distributed.backends._keras.models import is_model
+from distributed.backends.keras_kinds import is_model
 from distributed.backends.world import World
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.weights import LoadedWeights, check_loaded, read_stored

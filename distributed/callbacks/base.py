@@ -35,7 +35,11 @@ class AveragedWeights(Protocol):
         """Begin with a copy of the trained weights, unless a checkpoint has filled the averaged ones."""
 
     def update(self, weight: float) -> None:
-        """Replace each averaged weight by `(1 - weight) * averaged + weight * trained`."""
+        """Replace each averaged weight by `(1 - weight) * averaged + weight * trained`.
+
+        Args:
+            weight: the weight of the trained values, from 0 to 1.
+        """
 
     def show(self) -> None:
         """Put the averaged weights into the model. The trained weights are kept aside."""
@@ -113,8 +117,8 @@ class FitContext:
             every rank must call it in the same hook. It does not change the results of training.
         notice: `notice(text)` shows a line on the display of the main process. Calls on other ranks do nothing.
         num_samples: the number of samples in an epoch, over all ranks. None for a stream of unknown length.
-        named_parameters: `named_parameters()` returns pairs (name, parameter) of the model, by the names of its source code. Other
-            backends than those of torch return none.
+        named_parameters: `named_parameters()` returns pairs (name, parameter) of the model, by the names of its source code, or of
+            a Keras model such as "dense.kernel". Other backends than those of torch return none.
         averaged_weights: a second set of weights. Only callbacks with `AVERAGED_WEIGHTS` in `needs` may use it.
         log: `log(name, value, reduce="mean", on_every_rank=False)`, the same as `Trainer.log`.
         log_rate: `log_rate(name, amount)` logs the sum of the amounts of all ranks, per second of training, with the next log line.

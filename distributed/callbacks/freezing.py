@@ -21,7 +21,8 @@ class Freeze(Callback):
     BatchNorm, still change. The moments of the optimizer begin when a parameter is no longer frozen.
 
     Args:
-        names: starts of the names of the parameters, such as `"encoder."`, or lists of them.
+        names: starts of the names of the parameters, such as `"encoder."`, or lists of them. The variables of a Keras model have
+            names such as `"dense.kernel"`.
         until_epoch: the number of epochs after which the parameters are trained.
         until_step: the number of updates after which the parameters are trained.
 

@@ -61,7 +61,7 @@ class Image(Media):
             raise ConfigError(f"Image(channels={self.channels!r}): choose 'first' or 'last'")
         if 0 in shape:
             raise ConfigError(f"Image of shape {list(shape)} has no pixels: log an image with some")
-        return Image(pixels, _place_of_channels(shape, self.channels))
+        return Image(pixels, _axis_of_channels(shape, self.channels))
 
     def encoded(self) -> bytes:
         import numpy
@@ -77,7 +77,11 @@ class Image(Media):
 
 @dataclasses.dataclass(frozen=True)
 class Text(Media):
-    """A text, stored as UTF-8."""
+    """A text, stored as UTF-8.
+
+    Args:
+        text: the text. Any other object is logged as `str(text)`.
+    """
 
     text: str
     kind: ClassVar[str] = "text"
@@ -197,8 +201,8 @@ def png(pixels: Any) -> bytes:
     )
 
 
-def _place_of_channels(shape: tuple[int, ...], wanted: str | None) -> str:
-    """Return "first" or "last". Raises ConfigError if the shape fits no image, allows both places, or contradicts `wanted`."""
+def _axis_of_channels(shape: tuple[int, ...], wanted: str | None) -> str:
+    """Return "first" or "last". Raises ConfigError if the shape fits no image, allows both axes, or contradicts `wanted`."""
     first, last = len(shape) == 3 and shape[0] in (1, 3, 4), len(shape) == 3 and shape[-1] in (1, 3, 4)
     if (wanted == "first" and first) or (wanted == "last" and last):
         return wanted
@@ -206,7 +210,7 @@ def _place_of_channels(shape: tuple[int, ...], wanted: str | None) -> str:
         return "first" if first else "last"
     if first and wanted is None:
         raise ConfigError(
-            f"Image of shape {list(shape)} has two places for its channels: pass channels='first' or 'last'"
+            f"Image of shape {list(shape)} has two axes that may be its channels: pass channels='first' or 'last'"
         )
     raise ConfigError(
         f"Image of shape {list(shape)} is no image: pass [height, width], or 1, 3 or 4 channels as the first or the last dimension"

@@ -17,6 +17,9 @@ class ModelSummary(Callback):
 
     Args:
         depth: the number of levels of modules to show. 1 shows the children of the model.
+
+    Raises:
+        ConfigError: `depth` is negative.
     """
 
     def __init__(self, depth: int = 1) -> None:

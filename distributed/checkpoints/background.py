@@ -23,7 +23,7 @@ class BackgroundSave:
 
     Args:
         store: the store that all ranks share (see `World.key_value_store`), or None in a world of one.
-        context: this process's place.
+        context: the rank of this process.
         key: prefix of the keys in the store that only this save uses.
         write: writes the files of this rank and returns their records. Called in the thread.
         commit: commits the checkpoint, from the records of all ranks. Called in the thread of the main process.

@@ -101,7 +101,7 @@ class CheckpointInfo:
     def sort_key(self) -> tuple[int, int]:
         """Key that sorts the oldest checkpoint first.
 
-        Without a manifest the age is unknown. Such a checkpoint sorts last, so that a damaged newest one is noticed.
+        Without a manifest the age is unknown. Such a checkpoint sorts last, so that a damaged newest one is detected.
         """
         return (self.manifest.sequence if self.manifest else sys.maxsize, self.step)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distributed.checkpoints.durable import digests_of_written, kept_in_memory, size_text, write_file
+from distributed.config.memory import available_bytes
 from distributed.errors import TrainingError
 
 
@@ -70,19 +71,10 @@ class Staging:
 
 
 def check_memory(num_bytes: int) -> None:
-    """Raise TrainingError if this machine does not have `num_bytes` bytes of memory available."""
+    """Raise TrainingError if `num_bytes` bytes of memory are not available on this machine, or in this container."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise TrainingError(
             f"checkpoint_async=True needs {size_text(num_bytes)} of memory for a copy of the state, and {size_text(available)} are"
             " available: set checkpoint_async=False"
         )
-
-
-def available_bytes() -> int | None:
-    """Return the memory in bytes that new data can use without swapping. None if the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")), None)

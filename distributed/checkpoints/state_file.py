@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
         train = decode(content["train"], reader(checkpoint / _TENSORS))
         _check(train)
         check_kinds(content, {"backend": OBJECT})
-        state, of_backend = TrainState.from_json(train), content["backend"]
+        state, of_backend = from_json(train), content["backend"]
     except (TypeError, KeyError, ValueError, AttributeError, RecursionError, OSError) as error:
         reason = str(error) if type(error) is ValueError else repr(error)
         raise CheckpointError(f"checkpoint {checkpoint}: {STATE} is not a training state ({reason})") from None
@@ -71,6 +72,16 @@ def _check(train: Any) -> None:
         )
 
 
+def from_json(content: dict[str, Any]) -> TrainState:
+    """Return the state of training of which `content` has the fields. Unknown names, written by a newer version, are ignored."""
+    known = {field.name for field in dataclasses.fields(TrainState)}
+    state = TrainState(**{name: value for name, value in content.items() if name in known})
+    state.data_version = content.get("data_version", 1)  # the first version was not recorded
+    if "is_last_row_open" not in content and state.rows:  # an older version had rows of epochs only
+        state.is_last_row_open = state.rows[-1]["epoch"] > state.epoch
+    return state
+
+
 def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
     """Write state.json, and the arrays and tensors of callbacks beside it. `read_state` reads both.
 
@@ -78,7 +89,10 @@ def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
     """
     try:
         arrays = Arrays()
-        content = {"train": encode(state.to_json(), "train", arrays.encode), "backend": json.loads(json.dumps(extra))}
+        content = {
+            "train": encode(dataclasses.asdict(state), "train", arrays.encode),
+            "backend": json.loads(json.dumps(extra)),
+        }
         raw = json.dumps(content, indent=1).encode()
         if len(raw) <= MAX_JSON_BYTES:
             parse_json(raw)  # raises an error if the file could not be read again
@@ -97,7 +111,7 @@ def identity(state: TrainState, best_value: float | None) -> str:
 
     Raises TrainingError like `write_state`.
     """
-    content = {**state.to_json(), **_CLOCKS, "best_value": best_value}
+    content = {**dataclasses.asdict(state), **_CLOCKS, "best_value": best_value}
     try:
         return json.dumps(encode(content, "train", digest), sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:

@@ -87,7 +87,7 @@ class CheckpointStore:
         monitor: the name of the metric that decides which one is best.
         monitor_mode: "min" or "max".
         context: the ranks and the device of this process.
-        on_event: called on the main process with events such as `{"kind": "warning", "message": ...}`.
+        on_event: called on the main process with events such as `{"kind": "warning", "text": ...}`.
         objects: object storage to which the checkpoints are copied, or None.
         on_upload: called on the main process, from a thread, when a checkpoint has arrived there.
         copy_run: called in that thread before a checkpoint becomes visible there, and when no checkpoint is left to upload. It may
@@ -374,7 +374,7 @@ class CheckpointStore:
             verify_files(path, part_to_verify(files, readers, rank, self.context.world_size))
 
     def _warn(self, text: str) -> None:
-        self.on_event({"kind": "warning", "message": text})
+        self.on_event({"kind": "warning", "text": text})
 
     def _newest(self) -> str | None:
         """Return the name of the newest checkpoint, after downloading it if only object storage has it. Its digests are not checked."""
@@ -487,7 +487,7 @@ class CheckpointStore:
                 f"{message}; training continues after failed save {self._misses} of {self._max_failed_saves} in a row"
             )
             self.on_event({
-                "kind": "warning", "message": text, "path": str(target), "cause": error.strerror or str(error),
+                "kind": "warning", "text": text, "path": str(target), "cause": error.strerror or str(error),
                 "bytes_needed": needed, "bytes_free": free,
             })  # fmt: skip
         if self._misses >= self._max_failed_saves:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distributed.checkpoints.durable import memory_for, write_file
-from distributed.config.reading import MAX_HEADER_BYTES, MAX_HEADER_GROUPS, num_groups
+from distributed.config.reading import MAX_HEADER_BYTES, MAX_HEADER_CONTAINERS, num_containers
 from distributed.errors import CheckpointError
 
 ITEM_BYTES = {
@@ -66,7 +66,7 @@ def write_tensors(
         offset = end
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
-    if len(header) > MAX_HEADER_BYTES or num_groups(header) > MAX_HEADER_GROUPS:
+    if len(header) > MAX_HEADER_BYTES or num_containers(header) > MAX_HEADER_CONTAINERS:
         raise CheckpointError(f"{path.name} would hold {len(tensors)} tensors, more than one file can: shard the state")
 
     start = len(header).to_bytes(8, "little") + header
@@ -124,8 +124,8 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
     length = check_header(path)
     with path.open("rb") as file:
         header = file.read(8 + length)[8:]
-        if num_groups(header) > MAX_HEADER_GROUPS:
-            raise CheckpointError(f"{path} has a header of more than {MAX_HEADER_GROUPS} lists and objects")
+        if num_containers(header) > MAX_HEADER_CONTAINERS:
+            raise CheckpointError(f"{path} has a header of more than {MAX_HEADER_CONTAINERS} lists and objects")
         _validate(path)
         content = json.loads(header)
         del header

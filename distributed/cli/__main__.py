@@ -11,8 +11,8 @@ from distributed.errors import ConfigError, DistributedError, nearest
 from distributed.loggers.wording import shown
 from distributed.runs.processes import leave
 
-# verb -> (module, name of its typer app or command function, description for `--help`), in groups
-GROUPS = {
+# Section of `--help` -> verb -> (module, name of its typer app or command function, description)
+SECTIONS = {
     "Begin": {
         "init": ("distributed.cli.init", "init", "write a train.py and config.yaml that run as they are"),
         "doctor": ("distributed.cli.doctor", "doctor", "check what works on this machine, and how to install the rest"),
@@ -29,13 +29,13 @@ GROUPS = {
         "status": ("distributed.cli.runs", "status", "show the state of a run and follow it to its end"),
         "why": ("distributed.cli.why", "why", "say why a run failed, hangs or ended"),
         "compare": ("distributed.cli.compare", "compare", "show several runs side by side in the terminal"),
-        "report": ("distributed.cli.report", "report", "draw the curves of runs or a search into an HTML file"),
+        "report": ("distributed.cli.report", "report", "draw the curves of runs or a sweep into an HTML file"),
         "checkpoint": ("distributed.cli.checkpoint", "app", "list, verify and export checkpoints"),
         "export": ("distributed.cli.export", "export", "write the model of a run in a format that other programs read"),
         "mlflow-sync": ("distributed.cli.mlflow_sync", "mlflow_sync", "send to MLflow what a run could not send"),
     },
 }
-VERBS = {verb: entry for group in GROUPS.values() for verb, entry in group.items()}
+VERBS = {verb: entry for verbs in SECTIONS.values() for verb, entry in verbs.items()}
 
 
 # The modules of the packages that every installation of distributed has.
@@ -127,7 +127,7 @@ def _usage() -> str:
     from distributed.cli.help import sections_text
 
     sections = sections_text(
-        (title, [(verb, text) for verb, (_, _, text) in group.items()]) for title, group in GROUPS.items()
+        (title, [(verb, text) for verb, (_, _, text) in verbs.items()]) for title, verbs in SECTIONS.items()
     )
     about = "Train on any number of processes. 'distributed COMMAND --help' says more."
     return "\n".join(["usage: distributed COMMAND ...", "", about, "", sections, examples_text("")])

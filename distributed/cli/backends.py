@@ -49,31 +49,31 @@ def _lines(found: Sequence[Capabilities]) -> Iterator[str]:
     rows = table(found)
     first = max(map(len, rows), default=0)
     yield ""
-    groups = [each.group for each in found]
-    gap = "  " if len("  ".join(["x" * first, *groups])) <= _WIDTH else " "
-    yield gap.join(["setting".ljust(first), *groups])
-    notes = _notes(found, rows)
+    names = [each.group for each in found]
+    gap = "  " if len("  ".join(["x" * first, *names])) <= _WIDTH else " "
+    yield gap.join(["setting".ljust(first), *names])
+    letters = _letters(found, rows)
     for name, cells in rows.items():
-        words = [(cells[each.backend] + _marks(notes, each, name)).ljust(len(each.group)) for each in found]
+        words = [(cells[each.backend] + _marks(letters, each, name)).ljust(len(each.group)) for each in found]
         yield gap.join([name.ljust(first), *words]).rstrip()
     yield ""
-    for when, mark in notes.items():
-        yield from _wrapped(f"if {mark}: refused {when}", indent=2)
+    for when, letter in letters.items():
+        yield from _wrapped(f"if {letter}: refused {when}", indent=2)
     yield ""
     yield from _wrapped(f"on every backend: {', '.join(everywhere(found))}", indent=2)
     yield ""
     yield "reasons and the options of a backend: distributed backends NAME"
 
 
-def _notes(found: Sequence[Capabilities], rows: Iterable[str]) -> dict[str, str]:
+def _letters(found: Sequence[Capabilities], rows: Iterable[str]) -> dict[str, str]:
     """Return condition -> its letter in the table, for each condition under which a setting is refused."""
     whens = [condition.when for name in rows for each in found for condition in each.conditions_of(name)]
     return dict(zip(dict.fromkeys(whens), string.ascii_lowercase, strict=False))
 
 
-def _marks(notes: Mapping[str, str], each: Capabilities, setting: str) -> str:
-    letters = dict.fromkeys(notes[condition.when] for condition in each.conditions_of(setting))
-    return " " + "".join(letters) if letters else ""
+def _marks(letters: Mapping[str, str], each: Capabilities, setting: str) -> str:
+    own = dict.fromkeys(letters[condition.when] for condition in each.conditions_of(setting))
+    return " " + "".join(own) if own else ""
 
 
 def _lines_of(each: Capabilities) -> Iterator[str]:

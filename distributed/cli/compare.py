@@ -51,13 +51,13 @@ def compare(
         print(shown(line))
 
 
-def _metric(runs: Sequence[RunData], asked: str | None) -> str:
-    """Return the metric whose curve is drawn. Raises ConfigError if `asked` is in no run."""
+def _metric(runs: Sequence[RunData], given: str | None) -> str:
+    """Return the metric whose curve is drawn. Raises ConfigError if `given` is in no run."""
     known = dict.fromkeys(name for run in runs for name in _names(run))
-    if asked is not None and asked not in known:
-        raise ConfigError(f"--metric {asked}: no run has it{nearest(asked, known)}: choose one of {', '.join(known)}")
+    if given is not None and given not in known:
+        raise ConfigError(f"--metric {given}: no run has it{nearest(given, known)}: choose one of {', '.join(known)}")
     monitor = str(runs[0].settings.get("monitor") or _MONITOR)
-    return asked or (monitor if monitor in known else "loss" if "loss" in known else next(iter(known)))
+    return given or (monitor if monitor in known else "loss" if "loss" in known else next(iter(known)))
 
 
 def _names(run: RunData) -> Iterator[str]:

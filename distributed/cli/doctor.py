@@ -21,6 +21,7 @@ from typer import Option
 
 from distributed.cli.checks import BAD, INFO, MISSING, OK, Check, show
 from distributed.config.gpus import visible_gpus
+from distributed.config.memory import available_bytes
 from distributed.config.registry import REGISTRY, BackendEntry, installed_version, missing_libraries
 from distributed.errors import ConfigError
 from distributed.runs.temporary import temporary_directory
@@ -210,8 +211,5 @@ def _library(name: str, needed: bool) -> Check:
 
 
 def _memory() -> str:
-    sizes = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        sizes[name] = int(rest.split()[0]) / 1024**2  # kB to GiB
-    return f"{sizes['MemTotal']:.1f} GiB memory, {sizes['MemAvailable']:.1f} GiB free"
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return f"{total / 2**30:.1f} GiB memory, {(available_bytes() or 0) / 2**30:.1f} GiB free"

@@ -1,4 +1,4 @@
-"""The help of every command in one style: usage, purpose, flags in groups and examples, in 80 columns."""
+"""The help of every command in one style: usage, purpose, flags in sections and examples, in 80 columns."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ import typer
 
 from distributed.runs.directory import RunDirectory
 
-# A search comes before its trials, because the MLflow runs of trials are children of its run.
+# A sweep comes before its trials, because the MLflow runs of trials are children of its run.
 _LOGGED = ("", "fit-*/", "trials/*/", "trials/*/fit-*/")
 
 
 def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="the directory of a run or of a search")],
+    run: Annotated[Path, typer.Argument(help="the directory of a run or of a sweep")],
 ) -> None:
     """Send to MLflow what a run logged while no server answered. Repeating the command sends nothing twice."""
     from distributed.loggers.mlflow import send_rest

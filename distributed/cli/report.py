@@ -1,4 +1,4 @@
-"""`distributed report`: write the curves of one run, several runs, or a search into one HTML file."""
+"""`distributed report`: write the curves of one run, several runs, or a sweep into one HTML file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distributed.loggers.wording import shown
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or the directory of a search")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or the directory of a sweep")],
     compare: Annotated[bool, typer.Option("--compare", help="write all runs side by side into one file")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the file to write (default: RUN/report.html, or compare.html)")

@@ -69,13 +69,13 @@ def _usage() -> str:
 def _hand_over(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> int:
     """Check a run, and submit it or print what would be submitted."""
     parser = make_parser(f"distributed submit {verb}", about=scheduler.about)
-    group = parser.add_argument_group(scheduler.title)
-    scheduler.add_flags(group)
+    section = parser.add_argument_group(scheduler.title)
+    scheduler.add_flags(section)
     command, script_args = read_flags(parser, arguments)
-    asked = {name: command.pop(name) for name in (*_flag_names(group), *scheduler.takes)}
+    values = {name: command.pop(name) for name in (*_flag_names(section), *scheduler.takes)}
     own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run")}
     flags = {name: value for name, value in command.items() if value is not None}
-    job_name, options = asked.pop("job_name"), scheduler.options(asked)
+    job_name, options = values.pop("job_name"), scheduler.options(values)
     for each in scheduler.settings(options):
         plain = {name: value for name, value in each.items() if "." not in name}
         dotted = [f"{name}={value}" for name, value in each.items() if "." in name]
@@ -86,7 +86,7 @@ def _hand_over(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> int
     script = str(overrides.script)
     refuse_address(own["run_dir"] or "", "the --run-dir of 'distributed submit'")
     run_dir = Path(own["run_dir"] or choose_run_dir(script))
-    given = ("run_dir", *_flag_names(group), *scheduler.takes)
+    given = ("run_dir", *_flag_names(section), *scheduler.takes)
     words = without_flags(
         arguments[: len(arguments) - len(script_args)],
         [f"--{name.replace('_', '-')}" for name in given],
@@ -104,11 +104,11 @@ def _hand_over(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> int
 
 
 def _gpus(overrides: Overrides) -> int:
-    """Return the number of GPUs to assume on each node: those that were asked for."""
+    """Return the number of GPUs to assume on each node: those that were given."""
     total = overrides.value("num_gpus") or 0
-    asked = overrides.value("gpus_per_node") or total // int(overrides.value("num_nodes", 1))
+    given = overrides.value("gpus_per_node") or total // int(overrides.value("num_nodes", 1))
     is_on_gpu = overrides.value("device") == "cuda"
-    return int(asked or (overrides.value("nproc_per_node") or 1 if is_on_gpu else 0))
+    return int(given or (overrides.value("nproc_per_node") or 1 if is_on_gpu else 0))
 
 
 def _processes(merged: MergedConfig, plan: ProcessPlan) -> list[str]:
@@ -117,8 +117,8 @@ def _processes(merged: MergedConfig, plan: ProcessPlan) -> list[str]:
     return [] if is_given else ["--nproc-per-node", str(plan.nproc_per_node)]
 
 
-def _flag_names(group: argparse._ArgumentGroup) -> list[str]:
-    return [action.dest for action in group._group_actions]
+def _flag_names(section: argparse._ArgumentGroup) -> list[str]:
+    return [action.dest for action in section._group_actions]
 
 
 def _run_dir(arguments: Sequence[str], verb: str) -> Path:

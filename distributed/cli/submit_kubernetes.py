@@ -24,39 +24,39 @@ All flags of train but --token-file are accepted. The paths of the script and of
 from its environment. A pod that is lost is replaced."""
 
 
-def _add_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_flags(section: argparse._ArgumentGroup) -> None:
+    section.add_argument(
         "--image", metavar="IMAGE", help="image of the pods, with this package and the script (required)"
     )
-    group.add_argument(
+    section.add_argument(
         "--kind",
         metavar="job|trainjob|rayjob",
         help="what to submit: a plain Job, or a job for Kubeflow Trainer v2 or KubeRay (default: job)",
     )
-    group.add_argument("--namespace", metavar="NAME", help="namespace (default: that of kubectl's context)")
-    group.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the run directory)")
-    group.add_argument(
+    section.add_argument("--namespace", metavar="NAME", help="namespace (default: that of kubectl's context)")
+    section.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the run directory)")
+    section.add_argument(
         "--claim", metavar="NAME", help="PersistentVolumeClaim for runs; without one, files are lost with pod 0"
     )
-    group.add_argument("--volume-path", metavar="DIR", help="where the claim is mounted (default: /runs)")
-    group.add_argument(
+    section.add_argument("--volume-path", metavar="DIR", help="where the claim is mounted (default: /runs)")
+    section.add_argument(
         "--working-dir", metavar="DIR", help="directory in the image that paths start from (default: the image's)"
     )
-    group.add_argument("--cpus", metavar="N", help="CPUs of each pod")
-    group.add_argument("--memory", metavar="SIZE", help="memory of each pod, such as 32Gi")
-    group.add_argument("--shm", metavar="SIZE", help="size of /dev/shm in each pod (default: 8Gi)")
-    group.add_argument(
+    section.add_argument("--cpus", metavar="N", help="CPUs of each pod")
+    section.add_argument("--memory", metavar="SIZE", help="memory of each pod, such as 32Gi")
+    section.add_argument("--shm", metavar="SIZE", help="size of /dev/shm in each pod (default: 8Gi)")
+    section.add_argument(
         "--secret",
         metavar="NAME",
         action="append",
         help="a Secret whose keys become variables, such as credentials of object storage; may be repeated",
     )
-    group.add_argument("--gpu-resource", metavar="NAME", help="name of GPUs in the cluster (default: nvidia.com/gpu)")
-    group.add_argument(
+    section.add_argument("--gpu-resource", metavar="NAME", help="name of GPUs in the cluster (default: nvidia.com/gpu)")
+    section.add_argument(
         "--save-within", type=int, metavar="S", help="seconds that a pod has to save before it is killed (default: 300)"
     )
-    group.add_argument("--user", type=int, metavar="N", help="user ID of the processes (default: 1000)")
-    group.add_argument(
+    section.add_argument("--user", type=int, metavar="N", help="user ID of the processes (default: 1000)")
+    section.add_argument(
         "--retries",
         type=int,
         metavar="N",
@@ -64,8 +64,8 @@ def _add_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _options(asked: dict[str, Any]) -> KubernetesOptions:
-    given = {name: value for name, value in asked.items() if value is not None}
+def _options(values: dict[str, Any]) -> KubernetesOptions:
+    given = {name: value for name, value in values.items() if value is not None}
     if "image" not in given:
         raise ConfigError("--image is missing: name the image of the pods, which has this package and the script")
     secrets = given.pop("secret", ())
@@ -77,7 +77,7 @@ def _settings(options: KubernetesOptions) -> Sequence[Mapping[str, str]]:
 
 
 def _submit(job: BatchJob, options: KubernetesOptions, resume: bool) -> str:
-    for text in kubernetes.notes(job, options):
+    for text in kubernetes.warnings_about(job, options):
         sys.stderr.write(f"warning: {text}\n")
     return f"{kubernetes.submit(job, options, resume=resume)} was submitted"
 

@@ -26,30 +26,30 @@ dashboard of the cluster, such as http://head:8265. The processes are placed on
 the nodes of the cluster."""
 
 
-def _add_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_flags(section: argparse._ArgumentGroup) -> None:
+    section.add_argument(
         "--storage", metavar="DIR",
         help="a directory of the cluster that all nodes share; the run directory there is DIR/RUN (default: the path of RUN here)",
     )  # fmt: skip
-    group.add_argument("--python", metavar="COMMAND", help="the interpreter on the cluster (default: python)")
-    group.add_argument(
+    section.add_argument("--python", metavar="COMMAND", help="the interpreter on the cluster (default: python)")
+    section.add_argument(
         "--exclude", metavar="PATTERN", action="append",
         help="pattern of files not to upload, as in a .gitignore; files that .gitignore names are never uploaded; may be repeated",
     )  # fmt: skip
-    group.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the script)")
+    section.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the script)")
 
 
-def _options(asked: dict[str, Any]) -> RayJobOptions:
-    address = asked.pop("address") or os.environ.get(ray_jobs.ADDRESS_VARIABLE)
+def _options(values: dict[str, Any]) -> RayJobOptions:
+    address = values.pop("address") or os.environ.get(ray_jobs.ADDRESS_VARIABLE)
     if address is None:
         raise ConfigError(
             f"submit ray needs the address of the cluster's dashboard: add --address http://HOST:8265, or set {ray_jobs.ADDRESS_VARIABLE}"
         )
-    backend = asked.pop("backend")
+    backend = values.pop("backend")
     if backend not in (None, ray_jobs.BACKEND):
         raise ConfigError(f"--backend {backend} cannot be submitted to Ray, which starts backend 'ray': drop it")
     return RayJobOptions(
-        address, exclude=asked.pop("exclude") or (), **{name: value for name, value in asked.items() if value}
+        address, exclude=values.pop("exclude") or (), **{name: value for name, value in values.items() if value}
     )
 
 

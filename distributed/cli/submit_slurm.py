@@ -21,45 +21,45 @@ All flags of train but --token-file are accepted. The nodes must share the run
 directory. The run saves before the time limit, is queued again, and continues."""
 
 
-def _add_flags(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
+def _add_flags(section: argparse._ArgumentGroup) -> None:
+    section.add_argument(
         "--time", metavar="LIMIT", help="time limit: minutes, HH:MM:SS or D-HH:MM:SS; the run saves before it"
     )
     for name in ("partition", "account", "qos", "constraint", "mem"):
-        group.add_argument(f"--{name}", metavar="VALUE", help=f"as --{name} of sbatch")
-    group.add_argument(
+        section.add_argument(f"--{name}", metavar="VALUE", help=f"as --{name} of sbatch")
+    section.add_argument(
         "--cpus-per-task", type=int, metavar="N", help="CPUs of each node (default: one per process on CPUs)"
     )
-    group.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the script)")
-    group.add_argument(
+    section.add_argument("--job-name", metavar="NAME", help="name of the job (default: that of the script)")
+    section.add_argument(
         "--save-before", type=int, metavar="S", help="seconds before the limit at which the run saves (default: 120)"
     )
-    group.add_argument(
+    section.add_argument(
         "--array", metavar="TASKS", help="a job array, such as 0-7%%2; each task has a run directory RUN/TASK"
     )
-    group.add_argument(
+    section.add_argument(
         "--grid",
         metavar="NAME=V,V",
         action="append",
         help="values of a setting; each combination is a task of a job array",
     )
-    group.add_argument(
+    section.add_argument(
         "--sbatch", metavar="OPTION", action="append", help="another option of sbatch, such as --sbatch=--exclusive"
     )
-    group.add_argument(
+    section.add_argument(
         "--setup", metavar="LINE", action="append", help="a line of shell before the run, such as 'module load cuda'"
     )
 
 
-def _options(asked: dict[str, Any]) -> SlurmOptions:
+def _options(values: dict[str, Any]) -> SlurmOptions:
     grid = {}
-    for text in asked.pop("grid") or ():
-        name, equals, values = text.partition("=")
-        if not equals or not values:
+    for text in values.pop("grid") or ():
+        name, equals, choices = text.partition("=")
+        if not equals or not choices:
             raise ConfigError(f"--grid {text} has no values: write NAME=VALUE,VALUE")
-        grid[name.replace("-", "_")] = values.split(",")
-    more, setup = asked.pop("sbatch") or (), asked.pop("setup") or ()
-    given = {name: value for name, value in asked.items() if value is not None}
+        grid[name.replace("-", "_")] = choices.split(",")
+    more, setup = values.pop("sbatch") or (), values.pop("setup") or ()
+    given = {name: value for name, value in values.items() if value is not None}
     return SlurmOptions(grid=grid, more=more, setup=setup, **given)
 
 

@@ -154,13 +154,13 @@ def make_parser(
     run.add_argument("--resume", action="store_true", help="continue from the newest checkpoint of --run-dir")
     run.add_argument("--dry-run", action="store_true", help="print settings, batch equation and launch plan, then exit")
     run.add_argument("--help", action="help", help="show this help and exit")
-    groups = {
-        group: parser.add_argument_group(group) for group in dict.fromkeys(_RULES[name].group for name in SETTINGS)
+    sections = {
+        title: parser.add_argument_group(title) for title in dict.fromkeys(_RULES[name].section for name in SETTINGS)
     }
     for name in SETTINGS:
         if name in without:
             continue
-        _add(groups[_RULES[name].group], name, _RULES[name])
+        _add(sections[_RULES[name].section], name, _RULES[name])
     for name in ALIASES:
         parser.add_argument(flag_of(name), help=argparse.SUPPRESS)
     for name in ALIAS_SWITCHES:
@@ -168,12 +168,12 @@ def make_parser(
     return parser
 
 
-def _add(group: Any, name: str, rule: Rule) -> None:
+def _add(section: Any, name: str, rule: Rule) -> None:
     if rule.kinds == (bool,):
-        group.add_argument(flag_of(name), action=_Switch, help=_help(rule))
+        section.add_argument(flag_of(name), action=_Switch, help=_help(rule))
         return
     bare = {"nargs": "?", "const": True} if bool in rule.kinds else {}  # the flag without a value means true
-    group.add_argument(flag_of(name), metavar=_METAVARS.get(name) or _metavar(rule), help=_help(rule), **bare)
+    section.add_argument(flag_of(name), metavar=_METAVARS.get(name) or _metavar(rule), help=_help(rule), **bare)
 
 
 def _without_flag() -> Iterable[tuple[str, Rule]]:

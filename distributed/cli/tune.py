@@ -1,4 +1,4 @@
-"""`distributed tune`: search for the settings and arguments with which a script does best."""
+"""`distributed tune`: run a sweep that finds the settings and arguments with which a script does best."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 from distributed.cli.train import make_parser, read_flags, read_overrides
 from distributed.errors import ConfigError
 from distributed.tuning.plan import SCHEDULERS
-from distributed.tuning.proposals import SEARCHES
-from distributed.tuning.scripts import ScriptSweep, SearchOptions
+from distributed.tuning.proposals import SEARCH_ALGORITHMS
+from distributed.tuning.scripts import ScriptSweep, SweepOptions
 
 _ABOUT = """\
 Run a script many times with different values and keep the best.
@@ -35,7 +35,7 @@ def tune(arguments: Sequence[str]) -> int:
         name: own[name] for name in ("search_space", "metric", "mode", "scheduler", "search", "run_dir", "resume")
     }
     sweep = ScriptSweep(
-        overrides, SearchOptions(**options | _numbers(own), scheduler_options=_options(own["scheduler_option"]))
+        overrides, SweepOptions(**options | _numbers(own), scheduler_options=_options(own["scheduler_option"]))
     )
     if own["dry_run"]:
         sys.stdout.write("\n".join(sweep.dry_run_lines()) + "\n")
@@ -45,27 +45,32 @@ def tune(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser("distributed tune", "--script FILE --search-space FILE", _ABOUT, {"scheduler"})
-    group = parser.add_argument_group("Search")
-    group.add_argument("--search-space", metavar="FILE", help="YAML file with the possible values of each name")
-    group.add_argument(
+    section = parser.add_argument_group("Sweep")
+    section.add_argument("--search-space", metavar="FILE", help="YAML file with the possible values of each name")
+    section.add_argument(
         "--num-samples", metavar="N", help="number of trials (default for --search grid: all combinations)"
     )
-    group.add_argument("--metric", metavar="NAME", default="val_loss", help="metric to optimise (default: val_loss)")
-    group.add_argument(
+    section.add_argument("--metric", metavar="NAME", default="val_loss", help="metric to optimise (default: val_loss)")
+    section.add_argument(
         "--mode", metavar="min|max", help="whether the smallest or largest metric is best (default: from its name)"
     )
-    group.add_argument("--scheduler", metavar="NAME", help=f"{', '.join(SCHEDULERS)} or none (default: none)")
-    group.add_argument(
+    section.add_argument("--scheduler", metavar="NAME", help=f"{', '.join(SCHEDULERS)} or none (default: none)")
+    section.add_argument(
         "--scheduler-option", metavar="KEY=VALUE", action="append", default=[],
         help="an option of the scheduler, such as grace_period=2; may be repeated",
     )  # fmt: skip
-    group.add_argument("--search", metavar="NAME", default="random", help=f"{', '.join(SEARCHES)} (default: random)")
-    group.add_argument(
+    section.add_argument(
+        "--search",
+        metavar="NAME",
+        default="random",
+        help=f"search algorithm: {', '.join(SEARCH_ALGORITHMS)} (default: random)",
+    )
+    section.add_argument(
         "--max-concurrent", metavar="N", help="trials that run at the same time (default: as many as fit)"
     )
-    group.add_argument("--max-failures", metavar="N", help="restarts of a trial that crashed (default: 0)")
-    group.add_argument("--cpus-per-trial", metavar="N", help="CPUs per trial (default: one per process)")
-    group.add_argument("--trials-per-gpu", metavar="N", help="trials that share one GPU (default: 1)")
+    section.add_argument("--max-failures", metavar="N", help="restarts of a trial that crashed (default: 0)")
+    section.add_argument("--cpus-per-trial", metavar="N", help="CPUs per trial (default: one per process)")
+    section.add_argument("--trials-per-gpu", metavar="N", help="trials that share one GPU (default: 1)")
     return parser
 
 

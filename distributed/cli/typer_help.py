@@ -1,4 +1,4 @@
-"""Commands and groups of typer whose help has the style of all commands."""
+"""Commands and command groups of typer whose help has the style of all commands."""
 
 from __future__ import annotations
 
@@ -48,14 +48,12 @@ def _help_text(command: Any, ctx: Any, rest: str, more: Iterable[tuple[str, Rows
     options = [param for param in params if param.param_type_name != "argument"]
     needed = [_written(param) for param in options if param.required]
     usage = " ".join(["usage:", ctx.command_path, *needed, rest, *map(_argument, arguments)])
-    groups: dict[str, list[tuple[str, str]]] = {}
+    flags: dict[str, list[tuple[str, str]]] = {}
     for param in options:
-        groups.setdefault(getattr(param, "rich_help_panel", None) or "Flags", []).append(
-            (_written(param), _text(param))
-        )
-    groups["Flags"] = groups.pop("Flags", [])  # the common ones are last, with --help
+        flags.setdefault(getattr(param, "rich_help_panel", None) or "Flags", []).append((_written(param), _text(param)))
+    flags["Flags"] = flags.pop("Flags", [])  # the common ones are last, with --help
     rows = [(_argument(param).strip("[]"), _text(param)) for param in arguments]
-    sections = sections_text([("Arguments", rows), *more, *groups.items()])
+    sections = sections_text([("Arguments", rows), *more, *flags.items()])
     words = ctx.command_path.split()[1:]
     return "\n".join([usage, "", paragraphs(command.help or ""), "", sections, examples_text(" ".join(words))])
 

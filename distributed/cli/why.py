@@ -91,7 +91,7 @@ def _cause(found: Why) -> str:
         )
     if found.verdict == STANDING:
         usual = f"; its log lines usually come every {duration(found.usual_s)}" if found.usual_s else ""
-        return found.notice or f"no sign of progress for {duration(found.silent_s)}{usual}"
+        return found.standing_cause or f"no sign of progress for {duration(found.silent_s)}{usual}"
     if problem is None:
         return "" if found.verdict in ("finished", "running", "starting") else "no cause was recorded"
     if found.verdict == "failed":
@@ -117,11 +117,11 @@ def _where(problem: Problem | None) -> str:
     step = f"{step} ({problem.phase})" if step and problem.phase else step or problem.phase
     if not step and problem.kind in ("exception", "exit") and rank:
         step = "outside of a fit"
-    return ", ".join(each for each in (rank, node, step, _at(problem.place)) if each)
+    return ", ".join(each for each in (rank, node, step, _at(problem.location)) if each)
 
 
-def _at(place: str) -> str:
-    return place if not place or place.startswith("rank ") else f"at {place}"
+def _at(location: str) -> str:
+    return location if not location or location.startswith("rank ") else f"at {location}"
 
 
 def _then(found: Why) -> str:
@@ -179,12 +179,14 @@ def _log(found: Why) -> str:
 
 
 def _as_json(found: Why) -> dict[str, Any]:
-    state, problem = found.state, found.problem
+    state, problem = found.state, {} if found.problem is None else dataclasses.asdict(found.problem)
+    if problem:
+        problem["place"] = problem.pop("location")  # its name in events.jsonl
     return {
         "run": str(state.path), "status": state.status, "verdict": found.verdict, "step": state.step, "epoch": state.epoch,
-        "problem": None if problem is None else dataclasses.asdict(problem), "num_failures": found.num_failures,
+        "problem": problem or None, "num_failures": found.num_failures,
         "num_restarts": found.num_restarts, "resumed_at": list(found.resumed_at), "failed_saves": list(found.failed_saves),
         "nodes": list(found.nodes), "damaged": list(found.damaged), "stopped_by": found.stopped_by, "stop_reason": found.stop_reason,
         "silent_s": found.silent_s,
-        "notice": found.notice, "launcher": found.launcher, "checkpoint": state.checkpoint, "fix": found.fix, "time": time.time(),
+        "notice": found.standing_cause, "launcher": found.launcher, "checkpoint": state.checkpoint, "fix": found.fix, "time": time.time(),
     }  # fmt: skip

@@ -157,7 +157,10 @@ def reduce_scatter(
 
 
 def barrier() -> None:
-    """Wait until all ranks have called this function. Every rank must call it."""
+    """Wait until all ranks have called this function. Every rank must call it.
+
+    Raises ConfigError if there are other ranks and `init_process_group` was not called.
+    """
     current_world().barrier()
 
 
@@ -170,6 +173,9 @@ def no_sync(model: Any = None) -> Iterator[None]:
 
     Args:
         model: a DistributedDataParallel of this package or of torch. None means every one of this package in this process.
+
+    Returns:
+        The context manager, for one `with` statement.
 
     Raises:
         ConfigError: there is no such model.

@@ -140,16 +140,16 @@ def _plan(config: DistributedConfig, found: WorkerEnvironment | None) -> Process
     if device is None and transport in ("gloo", "mpi"):
         device = "cpu"
     local = found.local_world_size if found is not None else 1
-    asked = DistributedConfig(device=device, nproc_per_node=local, communication_backend=transport)
+    wanted = DistributedConfig(device=device, nproc_per_node=local, communication_backend=transport)
     nodes = found.world_size // local if found is not None else 1
-    return ProcessPlan(nodes, local, plan_processes(asked).device, "torch.distributed")
+    return ProcessPlan(nodes, local, plan_processes(wanted).device, "torch.distributed")
 
 
 def _end_in_order() -> None:
     """Leave the process group at exit if the script does not.
 
     Workaround (torch 2.13, pytorch/pytorch#179291, which was not merged; may go when torch leaves the group itself):
-    torch with gloo can abort at exit if its group still exists.
+    torch with gloo can abort at exit if its process group still exists.
     """
     import atexit
 
@@ -172,7 +172,7 @@ def destroy_process_group() -> None:
 
 
 def is_initialized() -> bool:
-    """Return whether this process joined a group: through this module, a Trainer, or torch itself."""
+    """Return whether this process joined a process group: through this module, a Trainer, or torch itself."""
     return _joined() is not None
 
 
@@ -194,7 +194,7 @@ def get_world_size() -> int:
 
 
 def get_distributed_info() -> dict[str, Any]:
-    """Return the rank of this process and facts about its group. Not a collective.
+    """Return the rank of this process and facts about its process group. Not a collective.
 
     Returns:
         A dict with `available` (whether there are other processes), `initialized`, `world_size`, `rank`, `local_rank`,
@@ -219,25 +219,25 @@ def _numbers(world: TorchWorld | None) -> dict[str, int]:
 
 
 def _usual_transport(device: str | None) -> str:
-    """Return the transport that a group would use: the one requested here or in the launcher, or else that of the
+    """Return the transport that a process group would use: the one requested here or in the launcher, or else that of the
     device."""
     config = merge(overrides_for_script("communication_backend", "device"), {}).config
-    if asked := _membership.transport or config.communication_backend:
-        return asked
+    if given := _membership.transport or config.communication_backend:
+        return given
     device = device or config.device or ("cuda" if visible_gpus() else "cpu")
     return "nccl" if device.startswith("cuda") else "gloo"
 
 
 def wrappers() -> weakref.WeakSet[DistributedDataParallel]:
-    """Return the wrapped models of this process, which drop torch's wrapper when the group ends."""
+    """Return the wrapped models of this process, which drop torch's wrapper when the process group ends."""
     return _membership.wrappers
 
 
 def _joined() -> TorchWorld | None:
-    """Return the world that this process joined, or None. A group that other code initialized is adopted."""
+    """Return the world that this process joined, or None. A process group that other code initialized is adopted."""
     world = _membership.world
     if world is not None and not world.is_alive():
-        world = None  # other code destroyed the group
+        world = None  # other code destroyed the process group
     if world is None or world.context.world_size == 1:
         world = adopted(_log.warning) or world
     _membership.world = world

@@ -66,7 +66,8 @@ class DistributedDataParallel(torch.nn.Module):
         if torch.is_grad_enabled() and self.training:
             if self._is_released:
                 raise DistributedError(
-                    "this model's group has ended: train before destroy_process_group(), or wrap model.module again"
+                    "the process group of this model has ended: train before destroy_process_group(), or wrap"
+                    " model.module again"
                 )
             self._is_local = self._is_held
             self._has_synced = self._has_synced or not self._is_held
@@ -100,15 +101,15 @@ class DistributedDataParallel(torch.nn.Module):
         if not self._is_local:
             return
         self._is_local = False
-        groups: dict[Any, list[torch.nn.Parameter]] = {}
+        alike: dict[Any, list[torch.nn.Parameter]] = {}
         for parameter in self.module.parameters():
             if parameter.requires_grad:
-                groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        for parameters in groups.values():
+                alike.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for parameters in alike.values():
             _average(parameters)
 
     def release(self) -> None:
-        """Drop torch's wrapper, so that the group can end. The model then belongs to this process alone."""
+        """Drop torch's wrapper, so that the process group can end. The model then belongs to this process alone."""
         self.__dict__["_world"].unwrap(self.__dict__["_wrapped"])
         self.__dict__["_wrapped"] = self.module
         self._is_released = True
@@ -140,8 +141,8 @@ def _check_device(module: torch.nn.Module, device_ids: list[Any] | None) -> None
     parameter = next(module.parameters(), None)
     if device_ids is None or parameter is None:
         return
-    asked = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids]
-    if asked != [parameter.device]:
+    devices = [torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in device_ids]
+    if devices != [parameter.device]:
         raise ConfigError(
             f"device_ids={device_ids}, but the model is on {parameter.device}: move it there, or drop device_ids"
         )

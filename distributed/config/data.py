@@ -1,4 +1,4 @@
-"""Options of the data pipeline, the group `data`."""
+"""Options of the data pipeline, the option group `data`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distributed.config.fields import setting
 
 @dataclasses.dataclass(frozen=True)
 class DataOptions:
-    """Options of the data pipeline, the group `data`."""
+    """Options of the data pipeline, the option group `data`."""
 
     presharded: bool = setting(False, "each rank's loader already yields only its own part of the data")
     shard_streams: bool = setting(True, "let each rank read only its part of a stream that has shard(index, count)")

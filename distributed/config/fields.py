@@ -25,7 +25,7 @@ class Rule:
     above: float | None = None
     maximum: float | None = None
     optional: bool = False
-    group: str = ""
+    section: str = ""
     default: Any = None
     convert: Callable[[Any], Any] | None = None  # converts other forms of the value before it is checked
 
@@ -39,7 +39,7 @@ def setting(
     above: float | None = None,
     maximum: float | None = None,
     optional: bool = False,
-    group: str = "",
+    section: str = "",
     convert: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Return a dataclass field with its rule.
@@ -53,12 +53,12 @@ def setting(
         above: a number that the value must exceed.
         maximum: the largest number, inclusive.
         optional: whether None is accepted.
-        group: the heading in `--help`.
+        section: the section of `--help` in which the setting is listed.
         convert: converts other forms of the value before it is checked.
     """
     kinds = kinds or (type(default),)
     optional = optional or default is None
-    rule = Rule(kinds, help, choices, minimum, above, maximum, optional, group, default, convert)
+    rule = Rule(kinds, help, choices, minimum, above, maximum, optional, section, default, convert)
     return dataclasses.field(default=default, metadata={"rule": rule})
 
 
@@ -209,7 +209,7 @@ def _shortened(value: Any) -> str:
 def check_options(cls: type, values: Mapping[str, Any], group: str, written: Written = in_code) -> Any:
     """Return an instance of the options class `cls` with the checked `values`.
 
-    Raises ConfigError for unknown names and wrong values. `group` is the name of the options, for error messages.
+    Raises ConfigError for unknown names and wrong values. `group` is the name of the option group, for error messages.
     """
     known = rules(cls)
     for name in values:

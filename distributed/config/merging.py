@@ -37,7 +37,7 @@ class Overrides:
     in_call: tuple[str, ...] = ()  # the options among the flags, as GROUP.OPTION, that a call of `launch` has given
 
     def values(self) -> dict[str, Any]:
-        """Return the value of each setting that was given. A flag overrides the file; groups of options are merged."""
+        """Return the value of each setting that was given. A flag overrides the file; option groups are merged."""
         return joined(self.file, self.flag)
 
     def value(self, name: str, default: Any = None) -> Any:
@@ -73,11 +73,11 @@ class MergedConfig:
         return self.sources.get(name, "default")
 
     def is_given(self, name: str) -> bool:
-        """Return whether `name` was set in any source."""
+        """Return whether any source gave `name`."""
         return name in self.sources
 
     def is_overruled(self, name: str, by: str) -> bool:
-        """Return whether the setting `by`, on which the setting `name` depends, was set in a stronger source than `name`.
+        """Return whether the setting `by`, on which the setting `name` depends, was given by a stronger source than `name`.
 
         If so, `name` has no effect, and the two settings do not contradict each other.
         """
@@ -172,7 +172,7 @@ def for_evaluation(merged: MergedConfig) -> MergedConfig:
 
 
 def joined(weak: Mapping[str, Any], strong: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both mappings merged, including groups of options. `strong` wins where they disagree."""
+    """Return both mappings merged, including option groups. `strong` wins where they disagree."""
     both = without_outranked(weak, strong)
     for name, value in strong.items():
         old = both.get(name)

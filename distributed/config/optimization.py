@@ -58,7 +58,7 @@ class NamedOptimizer:
         """Return the decay of a parameter with this number of dimensions."""
         return self.weight_decay if num_dimensions >= _MATRIX else 0.0
 
-    def told_decay(self, dimensions: Sequence[int]) -> str | None:
+    def decay_notice(self, dimensions: Sequence[int]) -> str | None:
         """Return a notice if some of the parameters with these numbers of dimensions do not decay."""
         count = sum(number >= _MATRIX for number in dimensions)
         if not self.weight_decay or count == len(dimensions):
@@ -91,7 +91,7 @@ class RateCurve:
         """Return this curve with the length of a checkpoint, unless a setting gives the length."""
         return self if self.is_length_set else dataclasses.replace(self, length=length)
 
-    def told(self, state: Mapping[str, Any], planned: int) -> str | None:
+    def length_notice(self, state: Mapping[str, Any], planned: int) -> str | None:
         """Return a notice if the length of this run's settings, `planned`, is not that of the checkpoint with `state`."""
         stored = int(state["length"])
         if self.kind == "constant" or stored == planned:
@@ -147,7 +147,7 @@ def check_named(merged: MergedConfig, job: Job) -> None:
 
 def _check_taken(merged: MergedConfig, what: str, name: str | None, takes: Mapping[str, tuple[str, ...]]) -> None:
     """Raise ConfigError if a setting was given that the optimizer or schedule `name` does not take, but another one does."""
-    for given in _said(merged, tuple(dict.fromkeys(each for names in takes.values() for each in names))):
+    for given in _given_for_run(merged, tuple(dict.fromkeys(each for names in takes.values() for each in names))):
         if name is not None and given not in takes[name] and not merged.is_overruled(given, what):
             others = [other for other, names in takes.items() if given in names]
             raise ConfigError(f"{given} has no effect with {what}={name!r}: drop it, or choose {' or '.join(others)}")
@@ -191,7 +191,7 @@ def _given(merged: MergedConfig, names: tuple[str, ...]) -> list[str]:
     return [name for name in names if merged.is_given(name) and getattr(merged.config, name) is not None]
 
 
-def _said(merged: MergedConfig, names: tuple[str, ...]) -> list[str]:
+def _given_for_run(merged: MergedConfig, names: tuple[str, ...]) -> list[str]:
     """Return the settings that code or a flag gives. A file or a sweep may serve several scripts, so its settings do not count."""
     return [name for name in _given(merged, names) if merged.source(name) in ("code", "flag")]
 

@@ -26,14 +26,23 @@ DATA = "data"  # the axis along which processes get different samples
 class ProcessPlan:
     """The processes of a run, and the axes along which they share the work.
 
-    `world_size = num_nodes x nproc_per_node` is the product of the sizes of all axes. Raises ConfigError if it is not.
+    `world_size = num_nodes x nproc_per_node` is the product of the sizes of all axes.
+
+    Attributes:
+        num_nodes: the number of nodes.
+        nproc_per_node: the number of processes of each node.
+        device: "cpu" or "cuda".
+        backend: the name of the backend.
+        axes: name -> size, the outermost axis first. If empty, every process is a replica and gets different samples.
+
+    Raises:
+        ConfigError: the sizes of the axes do not multiply to the number of processes.
     """
 
     num_nodes: int
     nproc_per_node: int
-    device: str  # "cpu" or "cuda"
+    device: str
     backend: str
-    # Name -> size, the outermost axis first. If empty, every process is a replica and gets different samples.
     axes: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -61,17 +70,25 @@ class BatchPlan:
 
     All sizes are in samples. If `global_batch_size` is not divisible, it is cut into slices that differ by at most one
     sample, and `batch_size` is the largest slice.
+
+    Attributes:
+        batch_size: the samples of one micro-batch in one process.
+        gradient_accumulation_steps: the micro-batches of one update.
+        data_parallel_size: the processes that get different samples.
+        global_batch_size: the samples of one update, over all processes.
+        full_batch_size: the `batch_size` of the settings, by which `lr_scaling` scales the rates, if that of this plan is smaller
+            because the run has fewer processes or ran out of memory. Otherwise 0.
+        max_samples: the number of the first samples of a validation set that a validation reads. 0 means all.
+        max_batches: the same for the items of a batch sampler, each of which is a global batch.
     """
 
     batch_size: int
     gradient_accumulation_steps: int
     data_parallel_size: int
     global_batch_size: int
-    # If this plan has a smaller `batch_size` than the settings ask for, because the run has fewer processes or ran out of memory,
-    # this is the `batch_size` of the settings, by which `lr_scaling` scales the rates. Otherwise it is 0.
     full_batch_size: int = 0
-    max_samples: int = 0  # the first samples of a validation set that a validation reads; 0: all
-    max_batches: int = 0  # the same for the items of a batch sampler, each of which is a global batch
+    max_samples: int = 0
+    max_batches: int = 0
 
     @property
     def lr_ratio(self) -> float:
@@ -110,7 +127,7 @@ class BatchPlan:
 
 
 def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
-    """Return the line that announces the workers, with a note about the part of their start that takes long.
+    """Return the line that announces the workers, and what takes long in their start.
 
     Args:
         plan: the processes of the run.
@@ -121,8 +138,8 @@ def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
     workers = f"starting {count} worker{'s' * (count > 1)}"
     if not is_chosen:
         return f"{workers} ({plan.device})"
-    note = backend_entry(plan.backend).start_note
-    return f"{workers} ({plan.backend}, {plan.device})" + (f": {note}" if note else "")
+    slow_start = backend_entry(plan.backend).slow_start
+    return f"{workers} ({plan.backend}, {plan.device})" + (f": {slow_start}" if slow_start else "")
 
 
 def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | None = None) -> ProcessPlan:
@@ -138,7 +155,7 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
         ConfigError: the numbers contradict each other, or the backend cannot run so many processes.
         ResourceError: this machine has too few GPUs, or the backend is not installed.
     """
-    nodes, asked = config.num_nodes, _asked_device(config)
+    nodes, device = config.num_nodes, _given_device(config)
     if config.is_elastic and (why := fixed_size_reason(config.backend or default_backend(2))):
         raise ConfigError(f"the number of processes cannot change with backend={config.backend!r}: {why}")
     per_node, gpus = config.nproc_per_node, config.gpus_per_node
@@ -160,14 +177,14 @@ def plan_processes(config: DistributedConfig, count_gpus: Callable[[], int] | No
                 f"num_gpus={config.num_gpus} is not divisible by num_nodes={nodes}: set a multiple of {nodes}"
             )
         gpus = config.num_gpus // nodes
-    if gpus and asked == "cpu":
+    if gpus and device == "cpu":
         raise ConfigError(
             f"device='cpu' contradicts {gpus} GPUs per node: drop one of them, or use nproc_per_node={gpus} for CPU processes"
         )
     visible = -1
-    if gpus or asked == "cuda" or (asked is None and config.num_gpus is None and gpus is None):
+    if gpus or device == "cuda" or (device is None and config.num_gpus is None and gpus is None):
         visible = (count_gpus or visible_gpus)()
-    wants_gpu = bool(gpus) or asked == "cuda"
+    wants_gpu = bool(gpus) or device == "cuda"
     wanted = 1 if not gpus and _may_share(config) else gpus or per_node or 1
     if wants_gpu and visible < wanted:
         have = "no GPU" if visible == 0 else f"{visible} GPU{'s' * (visible > 1)}"
@@ -202,10 +219,10 @@ def check_nodes(merged: MergedConfig, plan: ProcessPlan) -> None:
         )
 
 
-def _asked_device(config: DistributedConfig) -> str | None:
-    """Return the device that the settings or the backend ask for, or None if the machine decides.
+def _given_device(config: DistributedConfig) -> str | None:
+    """Return the device that the settings or the backend give, or None if the machine decides.
 
-    Raises ConfigError if GPUs are asked for with a backend that trains on CPUs only.
+    Raises ConfigError if the settings give GPUs to a backend that trains on CPUs only.
     """
     if config.backend is None or not backend_entry(config.backend).cpus_only:
         return config.device

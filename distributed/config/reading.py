@@ -16,13 +16,13 @@ from distributed.errors import ConfigError
 MAX_DEPTH = 100  # of lists and objects inside each other
 MAX_DIGITS = 300  # of a whole number, so that it is a finite float too
 MAX_JSON_BYTES = 32 << 20
-MAX_GROUPS = 300_000  # lists and objects in one JSON file, each of which takes some hundred bytes of memory
+MAX_CONTAINERS = 300_000  # lists and objects in one JSON file, each of which takes some hundred bytes of memory
 MAX_MANIFEST_BYTES = 8 << 20
 # Of a safetensors file. The format allows 100 MB, which takes a gigabyte as Python objects. These limits are enough for about
 # 130,000 tensors, which take 170 MB. A tensor has three lists and objects, and a piece of one has two more.
-MAX_HEADER_BYTES, MAX_HEADER_GROUPS = 16_000_000, 500_000
+MAX_HEADER_BYTES, MAX_HEADER_CONTAINERS = 16_000_000, 500_000
 MAX_LINE_BYTES = 1 << 20  # a longer line of a JSON Lines file is left out
-JOURNAL = (32 << 20, MAX_GROUPS)  # bytes, lists and objects of a JSON Lines file
+JOURNAL = (32 << 20, MAX_CONTAINERS)  # bytes, lists and objects of a JSON Lines file
 METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
 MAX_YAML_BYTES = 256 << 10  # also after each alias is replaced by what it stands for
 
@@ -60,10 +60,10 @@ def parse_json(raw: bytes | str) -> Any:
 
     Raises ValueError if it is not JSON; of this kind LimitError if it is beyond a limit.
     """
-    groups = num_groups(raw)
-    if groups > MAX_GROUPS:
-        raise LimitError(f"has {groups} lists and objects, {MAX_GROUPS} are allowed")
-    return _parsed(raw if isinstance(raw, str) else raw.decode(), groups)
+    count = num_containers(raw)
+    if count > MAX_CONTAINERS:
+        raise LimitError(f"has {count} lists and objects, {MAX_CONTAINERS} are allowed")
+    return _parsed(raw if isinstance(raw, str) else raw.decode(), count)
 
 
 def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
@@ -81,21 +81,23 @@ def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | Non
         OSError: the file cannot be opened.
         LimitError: the file is not a regular one, or is larger than `most`.
     """
-    most_bytes, most_groups = most
+    most_bytes, most_containers = most
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         left = (size if end is None else min(end, size)) - begin
         if left > most_bytes:
             raise LimitError(f"has {left} bytes, {most_bytes} are allowed")
         file.seek(begin)
-        if sum(map(num_groups, _chunks(file, left))) > most_groups:
-            raise LimitError(f"has more than {most_groups} lists and objects")
+        if sum(map(num_containers, _chunks(file, left))) > most_containers:
+            raise LimitError(f"has more than {most_containers} lists and objects")
         file.seek(begin)
         while left > 0 and (line := file.readline(left)):
             left -= len(line)
             try:
                 value = (
-                    _parsed(line.decode(errors="replace"), num_groups(line)) if len(line) <= MAX_LINE_BYTES else None
+                    _parsed(line.decode(errors="replace"), num_containers(line))
+                    if len(line) <= MAX_LINE_BYTES
+                    else None
                 )
             except ValueError:
                 continue
@@ -110,17 +112,18 @@ def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
         yield chunk
 
 
-def _parsed(text: str, groups: int) -> Any:
+def _parsed(text: str, count: int) -> Any:
+    """Return the value of a JSON text with `count` lists and objects."""
     try:
         content = _DECODER.decode(text)
     except RecursionError:
         raise _too_deep() from None
-    if groups > MAX_DEPTH:
+    if count > MAX_DEPTH:
         _check_depth(content)
     return content
 
 
-def num_groups(raw: bytes | str) -> int:
+def num_containers(raw: bytes | str) -> int:
     """Return the number of lists and objects in a JSON text, or a larger one if its strings have brackets."""
     return raw.count("[") + raw.count("{") if isinstance(raw, str) else raw.count(b"[") + raw.count(b"{")
 
@@ -145,14 +148,14 @@ _DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_float)
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(MAX_DEPTH + 1):
-        level = [each for group in level for each in _inside(group) if isinstance(each, (dict, list))]
+        level = [each for container in level for each in _inside(container) if isinstance(each, (dict, list))]
         if not level:
             return
     raise _too_deep()
 
 
-def _inside(group: Any) -> Iterable[Any]:
-    return group.values() if isinstance(group, dict) else group if isinstance(group, list) else ()
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _too_deep() -> LimitError:
@@ -163,7 +166,7 @@ def _too_deep() -> LimitError:
 
 
 def read_unique(path: str | os.PathLike[str], where: str, wanted: str) -> tuple[Any, dict[str, int]]:
-    """Return the content of a YAML file, and the line of each top-level name and of each name in a group (as `group.name`).
+    """Return the content of a YAML file, and the line of each top-level name and of each name in an option group (as `group.name`).
 
     A name that occurs twice is an error. YAML itself would keep the last one.
 

@@ -67,7 +67,7 @@ class BackendEntry:
     # Whether `warm_up` may also run later, for the workers of a restart, if only the script has chosen this backend. This is
     # possible if the library reads no variable on import that only the workers have.
     warms_up_late: bool = False
-    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the group
+    aliases: Mapping[str, str] = field(default_factory=dict)  # other spellings of its options, without the option group
     # Settings of other tools for this engine -> our counterpart, see `distributed.config.peers`.
     peers: Mapping[str, str] = field(default_factory=dict)
     # Argument of TrainingArguments that chooses this backend -> the option that gets its value, or "". ARGUMENT.KEY is an entry of
@@ -84,9 +84,8 @@ class BackendEntry:
     # A trainer that pins the backend `instead_of` runs on this backend if code sets one of the options `chosen_by` of this one.
     instead_of: str | None = None
     chosen_by: tuple[str, ...] = ()
-    # Environment variables that its workers get before the script runs, unless the user has set them. Keras reads
-    # KERAS_BACKEND when it is imported and cannot change its engine afterwards.
-    environ: Mapping[str, str] = field(default_factory=lambda: {"KERAS_BACKEND": "torch"})
+    # Environment variables that its workers get before the script runs, unless the user has set them.
+    environ: Mapping[str, str] = field(default_factory=dict)
     # Environment variables that the launcher gets with `profile` before it imports the engine, unless the user has set them.
     profile_environ: Mapping[str, str] = field(default_factory=dict)
     # Part of an error message of a script -> what it means, in one line.
@@ -95,7 +94,7 @@ class BackendEntry:
     retry_environ: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     # Parts of the messages of errors after which the library may abort the process while the error is being raised.
     aborts_after: tuple[str, ...] = ()
-    start_note: str = ""  # what takes long before the first output of its workers, for the line that announces them
+    slow_start: str = ""  # what takes long before the first output of its workers, for the line that announces them
     # "module:function" that returns whether a script joined other processes by this engine's own call. The function is
     # called even if the engine is not loaded. `joining_modules` are modules that a script imports only to join others.
     has_joined: str = ""
@@ -120,12 +119,14 @@ class BackendEntry:
         return self.install.replace("pip install", "pip install --force-reinstall")
 
 
-# AdamW and DDP of torch 2.13 import torch._dynamo on first use, which takes a second per worker. The fork server imports it once.
+# Workaround (torch 2.13, no upstream issue known; torch._dynamo may go when AdamW and DDP do not import it on first use): this
+# import takes a second per worker, so the fork server imports it once.
 _TORCH_PRELOAD = ("torch", "torch._dynamo", "torch.distributed", "torch.nn.parallel", "torch.utils.data")
 _TORCH_STARTING = "distributed.backends.starting:TorchStarting"
 # Workaround (torch 2.13, no upstream issue known; may go when the profiler prints nothing by default): torch's profiler prints lines
 # when it starts and stops. Torch reads the variable once, on import.
 _TORCH_PROFILE = {"KINETO_LOG_LEVEL": "99"}
+_KERAS_ON_TORCH = {"KERAS_BACKEND": "torch"}  # read when Keras is imported, which cannot change its engine afterwards
 _TORCH_INSTALL = "pip install 'distributed-trainer[torch]'"
 # Of torch (2.13), and of gloo and NCCL below it.
 _TORCH_PEER_ERRORS = PeerErrors(
@@ -152,13 +153,14 @@ REGISTRY: dict[str, BackendEntry] = {
     for entry in (
         BackendEntry(
             "single", "distributed.backends.single", "SingleBackend", "single", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
-            "one process, no communication", single_process=True, is_default=True,
+            "one process, no communication", single_process=True, is_default=True, environ=_KERAS_ON_TORCH,
             profile_environ=_TORCH_PROFILE, hints={**dict.fromkeys(_DOUBLE_DATA, _DOUBLE_HINT), **_TORCH_HINTS},
             retry_environ={_ASSERTED: {"CUDA_LAUNCH_BLOCKING": "1"}}, aborts_after=("CUDA error",),
         ),
         BackendEntry(
             "pytorch-ddp", "distributed.backends.ddp", "DDPBackend", "ddp", _TORCH_PRELOAD, ("torch",), _TORCH_INSTALL,
             "PyTorch DistributedDataParallel: a full copy of the model in every process", is_default=True,
+            environ=_KERAS_ON_TORCH,
             aliases={
                 "find_unused_parameters": "find_unused_parameters", "bucket_cap_mb": "bucket_cap_mb",
                 "bucket_size_mb": "bucket_cap_mb", "static_graph": "static_graph",
@@ -183,7 +185,7 @@ REGISTRY: dict[str, BackendEntry] = {
             "fsdp", "distributed.backends.fsdp", "FSDPBackend", "fsdp",
             (*_TORCH_PRELOAD, "torch.distributed.fsdp"), ("torch",), _TORCH_INSTALL,
             "PyTorch FSDP2: parameters, gradients and optimizer state sharded across the processes", cuts_model=True,
-            starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
+            environ=_KERAS_ON_TORCH, starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             training_arguments={
                 "fsdp": "", "fsdp_config.transformer_layer_cls_to_wrap": "wrap_classes", "fsdp_config.min_num_params": "min_num_params",
                 "fsdp_config.cpu_offload": "cpu_offload", "fsdp_config.reshard_after_forward": "reshard_after_forward",
@@ -199,8 +201,9 @@ REGISTRY: dict[str, BackendEntry] = {
             "ray", "distributed.backends.ray", "RayBackend", "ray", _TORCH_PRELOAD, ("torch", "ray"),
             "pip install 'distributed-trainer[ray]'",
             "Ray Train starts the processes on its own or an existing cluster; the step is that of DDP or FSDP2",
+            environ=_KERAS_ON_TORCH,
             starting="distributed.backends._ray.starting:RayStarting", places_workers=True, for_launcher=("cpus_per_worker",),
-            joining_modules=("ray",), start_note="Ray itself starts first, which can take half a minute",
+            joining_modules=("ray",), slow_start="Ray itself starts first, which can take half a minute",
             peers={
                 "resources_per_worker": "use {ray.cpus_per_worker}",
                 "scaling_config": "use {nproc_per_node}, {num_gpus} and {ray.cpus_per_worker}",
@@ -211,20 +214,20 @@ REGISTRY: dict[str, BackendEntry] = {
             "deepspeed", "distributed.backends.deepspeed", "DeepSpeedBackend", "deepspeed", _TORCH_PRELOAD,
             ("torch", "deepspeed"), "pip install 'distributed-trainer[deepspeed]'",
             "DeepSpeed ZeRO: optimizer state, gradients and parameters sharded across the processes, by stage",
-            aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
+            environ=_KERAS_ON_TORCH, aliases={"zero_stage": "zero_stage", "deepspeed_config": "deepspeed_config"},
             training_arguments={"deepspeed": "deepspeed_config"},
             peers={"deepspeed_plugin": "use {deepspeed.zero_stage} or {deepspeed.deepspeed_config}"},
             starting=_TORCH_STARTING, profile_environ=_TORCH_PROFILE,
             instead_of="pytorch-ddp", chosen_by=("zero_stage", "deepspeed_config"),
             before_script="distributed.backends._deepspeed.loading:before_script",
             warm_up="distributed.backends._deepspeed.loading:warm_up", warms_up_late=True, waits_in=("/deepspeed/comm/",),
-            start_note="importing DeepSpeed takes some seconds",
+            slow_start="importing DeepSpeed takes some seconds",
         ),
         BackendEntry(
             "horovod", "distributed.backends.horovod", "HorovodBackend", "horovod", _TORCH_PRELOAD, ("torch", "horovod"),
             "'make horovod' (builds it for the installed torch)",
             "Horovod: a full copy of the model in every process, over Gloo or MPI",
-            starting="distributed.backends._horovod.starting:HorovodStarting", profile_environ=_TORCH_PROFILE,
+            environ=_KERAS_ON_TORCH, starting="distributed.backends._horovod.starting:HorovodStarting", profile_environ=_TORCH_PROFILE,
             rendezvous="distributed.backends._horovod.rendezvous:Rendezvous", compiled="horovod.torch",
             joining_modules=("horovod.common.basics", "mpi4py.MPI"),
             peer_errors=PeerErrors(general_types=("HorovodInternalError",), messages=("Horovod has been shut down",)),
@@ -244,7 +247,7 @@ REGISTRY: dict[str, BackendEntry] = {
             warm_up="distributed.backends._tensorflow.start:warm_up",
             has_joined="distributed.backends._tensorflow.joined:has_joined",
             listens="TensorFlow's workers listen on all interfaces, and anyone who connects can run code as you",
-            start_note="importing TensorFlow can take half a minute",
+            slow_start="importing TensorFlow can take half a minute",
             hints={
                 "PerReplica": "Keras 3's model.fit does not work under MultiWorkerMirroredStrategy (keras issue 20585): train the model"
                 " with distributed.Trainer and --backend tensorflow instead"
@@ -337,8 +340,8 @@ def hint_of(message: str) -> str | None:
 
 def retry_environ(message: str) -> dict[str, str]:
     """Return the environment variables with which another attempt says more about the error `message`, from any entry of the registry."""
-    rows = (row for entry in REGISTRY.values() for row in entry.retry_environ.items())
-    return {name: value for word, environ in rows if word in message for name, value in environ.items()}
+    found = (pair for entry in REGISTRY.values() for pair in entry.retry_environ.items())
+    return {name: value for word, environ in found if word in message for name, value in environ.items()}
 
 
 def may_abort(message: str) -> bool:
@@ -382,7 +385,7 @@ def cpus_only_reason() -> str:
 
 
 def option_class(group: str) -> type[Any]:
-    """Return the `Options` class of the backend whose group of options is `group`, to check them.
+    """Return the `Options` class of the backend whose option group is `group`, to check them.
 
     The entry names it. Its module is imported, but not its engine.
     """

@@ -45,7 +45,7 @@ SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "wsd": (*_FALLING, "scheduler_decay_ratio"),
 }  # fmt: skip
 
-# The groups of options: name -> help text. `ddp={"bucket_cap_mb": 50}` in code, `ddp:` in YAML.
+# The option groups: name -> help text. `ddp={"bucket_cap_mb": 50}` in code, `ddp:` in YAML.
 GROUPS: Mapping[str, str] = {
     **{entry.group: f"options of backend {entry.name}" for entry in REGISTRY.values()},
     "data": "options of the data pipeline",
@@ -53,7 +53,7 @@ GROUPS: Mapping[str, str] = {
 
 
 def _with_groups(cls: type[Any]) -> type[Any]:
-    """Add a field for each group of options to `cls`."""
+    """Add a field for each option group to `cls`."""
     for group, text in GROUPS.items():
         cls.__annotations__[group] = "dict[str, Any]"
         setattr(cls, group, setting(None, text, dict))
@@ -69,106 +69,109 @@ class DistributedConfig:
     holds the settings that were passed explicitly: a file or a flag can fill in the others. `dataclasses.replace` keeps
     `given` and `notices`, and adds the settings that are passed to it.
 
+    Args:
+        settings: settings by name, and options of a backend as a dict under the name of their option group.
+
     Raises:
         ConfigError: a name is unknown or a value is wrong. The message names the fix.
     """
 
     # fmt: off
-    backend: str | None = setting(None, f"the engine: {', '.join(REGISTRY)} (default: {default_backend(2)} for several processes, else {default_backend(1)})", str, group=RESOURCES)
-    num_gpus: int | None = setting(None, "number of GPUs on all nodes together (default: the visible ones)", int, minimum=0, group=RESOURCES)
-    num_nodes: int = setting(1, "machines", minimum=1, group=RESOURCES)
-    gpus_per_node: int | None = setting(None, "GPUs per node, with one process per GPU", int, minimum=0, group=RESOURCES)
-    nproc_per_node: int | None = setting(None, "processes per node", int, minimum=1, group=RESOURCES)
-    min_nodes: int | None = setting(None, "fewest machines with which the run goes on; num_nodes=MIN:MAX sets both (default: num_nodes)", int, minimum=1, group=RESOURCES)
-    min_nproc_per_node: int | None = setting(None, "fewest processes with which a node goes on; nproc_per_node=MIN:MAX sets both (default: nproc_per_node)", int, minimum=1, group=RESOURCES)
-    device: str | None = setting(None, "cuda or cpu (default: cuda if available)", str, choices=("cpu", "cuda"), group=RESOURCES)
-    node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1 (default: 0 on the machine of master_addr, else node 0 assigns one)", minimum=0, group=RESOURCES)
-    master_addr: str = setting("localhost", "host of node 0", group=RESOURCES)
-    master_port: int | None = setting(None, f"port of node 0 (default or 0: a free one, or {DEFAULT_PORT} with several nodes)", int, minimum=0, maximum=65535, group=RESOURCES)
-    address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: start a new one)", str, group=RESOURCES)
-    wait: bool | float = setting(False, "seconds to wait for resources that the cluster at the address lacks (true: no limit; default: no wait)", bool, float, above=0, maximum=_LONGEST_S, group=RESOURCES)
+    backend: str | None = setting(None, f"the engine: {', '.join(REGISTRY)} (default: {default_backend(2)} for several processes, else {default_backend(1)})", str, section=RESOURCES)
+    num_gpus: int | None = setting(None, "number of GPUs on all nodes together (default: the visible ones)", int, minimum=0, section=RESOURCES)
+    num_nodes: int = setting(1, "machines", minimum=1, section=RESOURCES)
+    gpus_per_node: int | None = setting(None, "GPUs per node, with one process per GPU", int, minimum=0, section=RESOURCES)
+    nproc_per_node: int | None = setting(None, "processes per node", int, minimum=1, section=RESOURCES)
+    min_nodes: int | None = setting(None, "fewest machines with which the run goes on; num_nodes=MIN:MAX sets both (default: num_nodes)", int, minimum=1, section=RESOURCES)
+    min_nproc_per_node: int | None = setting(None, "fewest processes with which a node goes on; nproc_per_node=MIN:MAX sets both (default: nproc_per_node)", int, minimum=1, section=RESOURCES)
+    device: str | None = setting(None, "cuda or cpu (default: cuda if available)", str, choices=("cpu", "cuda"), section=RESOURCES)
+    node_rank: int = setting(0, "this machine's number, 0 to num_nodes - 1 (default: 0 on the machine of master_addr, else node 0 assigns one)", minimum=0, section=RESOURCES)
+    master_addr: str = setting("localhost", "host of node 0", section=RESOURCES)
+    master_port: int | None = setting(None, f"port of node 0 (default or 0: a free one, or {DEFAULT_PORT} with several nodes)", int, minimum=0, maximum=65535, section=RESOURCES)
+    address: str | None = setting(None, "an existing cluster to join, as HOST:PORT (default: start a new one)", str, section=RESOURCES)
+    wait: bool | float = setting(False, "seconds to wait for resources that the cluster at the address lacks (true: no limit; default: no wait)", bool, float, above=0, maximum=_LONGEST_S, section=RESOURCES)
 
-    communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=TRANSPORTS, group=COMMUNICATION)
-    timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
-    start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
-    node_timeout: float = setting(120.0, "seconds to wait for a lost node, or its replacement", above=0, maximum=_LONGEST_S, group=COMMUNICATION)
+    communication_backend: str | None = setting(None, "transport: nccl or gloo (default: nccl on GPUs, else gloo)", str, choices=TRANSPORTS, section=COMMUNICATION)
+    timeout_s: float = setting(300.0, "seconds a collective may wait", above=0, maximum=_LONGEST_S, section=COMMUNICATION)
+    start_timeout: float = setting(600.0, "seconds all workers may take to join", above=0, maximum=_LONGEST_S, section=COMMUNICATION)
+    node_timeout: float = setting(120.0, "seconds to wait for a lost node, or its replacement", above=0, maximum=_LONGEST_S, section=COMMUNICATION)
 
-    monitor_interval: float = setting(0.1, "seconds between two checks of the workers", above=0, maximum=_LONGEST_S, group=FAULTS)
-    max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, group=FAULTS)
-    hang_timeout: float | None = setting(60.0, "seconds without progress of a rank in an update after which the run restarts; 10 times as long in a save or similar work (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, group=FAULTS)
-    elastic_interval_s: float = setting(300.0, "if the number of processes may change: seconds until lost processes are replaced, and the longest wait until a new node takes part", above=0, maximum=_LONGEST_S, group=FAULTS)
-    restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", group=FAULTS)
-    max_failed_saves: int = setting(3, "number of failed saves in a row that ends the run", minimum=1, group=FAULTS)
-    auto_micro_batch: bool = setting(False, "if a rank runs out of memory in an update, restart with half the micro-batch and twice the accumulation", group=FAULTS)
-    nan_policy: str = setting("stop", "what to do at a NaN or infinite loss or gradient: stop, skip the update, or warn", choices=("stop", "skip", "warn"), group=FAULTS)
+    monitor_interval: float = setting(0.1, "seconds between two checks of the workers", above=0, maximum=_LONGEST_S, section=FAULTS)
+    max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, section=FAULTS)
+    hang_timeout: float | None = setting(60.0, "seconds without progress of a rank in an update after which the run restarts; 10 times as long in a save or similar work (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, section=FAULTS)
+    elastic_interval_s: float = setting(300.0, "if the number of processes may change: seconds until lost processes are replaced, and the longest wait until a new node takes part", above=0, maximum=_LONGEST_S, section=FAULTS)
+    restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", section=FAULTS)
+    max_failed_saves: int = setting(3, "number of failed saves in a row that ends the run", minimum=1, section=FAULTS)
+    auto_micro_batch: bool = setting(False, "if a rank runs out of memory in an update, restart with half the micro-batch and twice the accumulation", section=FAULTS)
+    nan_policy: str = setting("stop", "what to do at a NaN or infinite loss or gradient: stop, skip the update, or warn", choices=("stop", "skip", "warn"), section=FAULTS)
 
-    seed: int = setting(0, "seed of sample order, augmentation, dropout and initial weights", minimum=0, maximum=2**64 - 1, group=TRAINING)
-    deterministic: bool = setting(False, "refuse operations whose result can differ between two runs", group=TRAINING)
-    shuffle: bool | None = setting(None, "shuffle the samples in each epoch (default: as the loader is set)", bool, group=TRAINING)
-    epochs: int = setting(1, "passes over the training data", minimum=1, group=TRAINING)
-    max_steps: int | None = setting(None, "largest number of optimizer updates", int, minimum=1, group=TRAINING)
-    batch_size: int = setting(32, "samples per device and micro-batch", minimum=1, group=TRAINING)
-    global_batch_size: int | None = setting(None, "samples per update (default: batch_size x gradient_accumulation_steps x processes)", int, minimum=1, group=TRAINING)
-    gradient_accumulation_steps: int = setting(1, "micro-batches per update", minimum=1, group=TRAINING)
-    init_from: str | None = setting(None, "start from the weights of a run, a checkpoint or a .safetensors file, with a new optimizer and at step 0", str, group=TRAINING)
-    dtype: str = setting("float32", "float32, or float64 for exact comparisons", choices=("float32", "float64"), group=TRAINING)
+    seed: int = setting(0, "seed of sample order, augmentation, dropout and initial weights", minimum=0, maximum=2**64 - 1, section=TRAINING)
+    deterministic: bool = setting(False, "refuse operations whose result can differ between two runs", section=TRAINING)
+    shuffle: bool | None = setting(None, "shuffle the samples in each epoch (default: as the loader is set)", bool, section=TRAINING)
+    epochs: int = setting(1, "passes over the training data", minimum=1, section=TRAINING)
+    max_steps: int | None = setting(None, "largest number of optimizer updates", int, minimum=1, section=TRAINING)
+    batch_size: int = setting(32, "samples per device and micro-batch", minimum=1, section=TRAINING)
+    global_batch_size: int | None = setting(None, "samples per update (default: batch_size x gradient_accumulation_steps x processes)", int, minimum=1, section=TRAINING)
+    gradient_accumulation_steps: int = setting(1, "micro-batches per update", minimum=1, section=TRAINING)
+    init_from: str | None = setting(None, "start from the weights of a run, a checkpoint or a .safetensors file, with a new optimizer and at step 0", str, section=TRAINING)
+    dtype: str = setting("float32", "float32, or float64 for exact comparisons", choices=("float32", "float64"), section=TRAINING)
 
-    validate_every_n_steps: int | None = setting(None, "updates between two validations (default: validate after each epoch)", int, minimum=1, group=VALIDATION)
-    validate_every_s: float | None = setting(None, "seconds between two validations (default: validate after each epoch)", float, above=0, maximum=_LONGEST_S, group=VALIDATION)
-    validate_at_start: bool = setting(False, "also validate before the first update", group=VALIDATION)
-    max_validation_batches: int | None = setting(None, "number of batches of each validation set that a validation reads (default: all)", int, minimum=1, group=VALIDATION)
-    early_stopping_patience: int | None = setting(None, "stop after this many validations in a row without a better monitor (epochs, if the monitor is a metric of training)", int, minimum=1, group=VALIDATION)
-    monitor: str = setting("val_loss", "the metric that decides the best checkpoint and early stopping", group=VALIDATION)
-    monitor_mode: str = setting("min", "whether the min or max of the monitor is best", choices=("min", "max"), group=VALIDATION)
+    validate_every_n_steps: int | None = setting(None, "updates between two validations (default: validate after each epoch)", int, minimum=1, section=VALIDATION)
+    validate_every_s: float | None = setting(None, "seconds between two validations (default: validate after each epoch)", float, above=0, maximum=_LONGEST_S, section=VALIDATION)
+    validate_at_start: bool = setting(False, "also validate before the first update", section=VALIDATION)
+    max_validation_batches: int | None = setting(None, "number of batches of each validation set that a validation reads (default: all)", int, minimum=1, section=VALIDATION)
+    early_stopping_patience: int | None = setting(None, "stop after this many validations in a row without a better monitor (epochs, if the monitor is a metric of training)", int, minimum=1, section=VALIDATION)
+    monitor: str = setting("val_loss", "the metric that decides the best checkpoint and early stopping", section=VALIDATION)
+    monitor_mode: str = setting("min", "whether the min or max of the monitor is best", choices=("min", "max"), section=VALIDATION)
 
-    optimizer: str | None = setting(None, "adamw, adam, sgd, adafactor or muon (default: AdamW with torch's defaults, or the optimizer that the script passes)", str, choices=tuple(OPTIMIZERS), group=OPTIMIZATION, convert=lower)
-    learning_rate: float = setting(1e-3, "learning rate of the default AdamW or of the setting optimizer; if given, it replaces the rate of an optimizer that you pass", above=0, group=OPTIMIZATION)
-    weight_decay: float | None = setting(None, "decay of weights, not of biases and norms (default: 0.01 with adamw and muon, else 0)", float, minimum=0, group=OPTIMIZATION)
-    betas: tuple[float, float] | None = setting(None, "coefficients of Adam's averages of the gradient and of its square, as B1,B2 (default: 0.9,0.999)", tuple, group=OPTIMIZATION, convert=pair)
-    momentum: float | None = setting(None, "momentum of sgd and muon (default: 0 with sgd, 0.95 with muon)", float, minimum=0, maximum=1, group=OPTIMIZATION)
-    layer_rates: dict[str, float] | None = setting(None, "factors of the learning rate by the start of a parameter's name, as NAME=FACTOR,...", dict, group=OPTIMIZATION, convert=factors)
-    scheduler: str | None = setting(None, "schedule of the rate: constant, linear, cosine, polynomial or wsd (default: constant, or the schedule that the script passes)", str, choices=tuple(SCHEDULES), group=OPTIMIZATION, convert=lower)
-    scheduler_steps: int | None = setting(None, "updates until the schedule has reached its minimum (default: those of the run)", int, minimum=1, group=OPTIMIZATION)
-    min_learning_rate: float = setting(0.0, "rate at the end of the schedule", minimum=0, group=OPTIMIZATION)
-    scheduler_power: float = setting(2.0, "exponent of the polynomial schedule", above=0, group=OPTIMIZATION)
-    scheduler_decay_ratio: float = setting(0.1, "fraction of the updates in which the wsd schedule lowers the rate", above=0, maximum=1, group=OPTIMIZATION)
-    lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or by its square root (sqrt)", choices=("none", "linear", "sqrt"), group=OPTIMIZATION)
-    warmup_steps: int = setting(0, "updates over which the rate rises to its value", minimum=0, group=OPTIMIZATION)
-    warmup_start: float | None = setting(None, "fraction of the rate at which an exponential warm-up begins (default: the warm-up is linear)", float, above=0, maximum=1, group=OPTIMIZATION)
-    scheduler_interval: str = setting("step", "step the schedule per update (step) or per epoch", choices=("step", "epoch"), group=OPTIMIZATION)
-    gradient_clipping: float | None = setting(None, "largest global norm of the gradient", float, above=0, group=OPTIMIZATION)
-    mixed_precision: str | bool = setting("no", "no, fp16 or bf16 (true: fp16 on GPUs, bf16 on CPU)", bool, str, choices=("no", "fp16", "bf16", True, False), group=OPTIMIZATION)
-    scaler_init_scale: float = setting(2.0**16, "first loss scale of fp16", above=0, maximum=1e38, group=OPTIMIZATION)
-    scaler_growth_interval: int = setting(2000, "updates without overflow before the loss scale doubles", minimum=1, group=OPTIMIZATION)
-    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory", group=OPTIMIZATION)
-    compile: bool = setting(False, "torch.compile the model (slow first step)", group=OPTIMIZATION)
+    optimizer: str | None = setting(None, "adamw, adam, sgd, adafactor or muon (default: AdamW with torch's defaults, or the optimizer that the script passes)", str, choices=tuple(OPTIMIZERS), section=OPTIMIZATION, convert=lower)
+    learning_rate: float = setting(1e-3, "learning rate of the default AdamW or of the setting optimizer; if given, it replaces the rate of an optimizer that you pass", above=0, section=OPTIMIZATION)
+    weight_decay: float | None = setting(None, "decay of weights, not of biases and norms (default: 0.01 with adamw and muon, else 0)", float, minimum=0, section=OPTIMIZATION)
+    betas: tuple[float, float] | None = setting(None, "coefficients of Adam's averages of the gradient and of its square, as B1,B2 (default: 0.9,0.999)", tuple, section=OPTIMIZATION, convert=pair)
+    momentum: float | None = setting(None, "momentum of sgd and muon (default: 0 with sgd, 0.95 with muon)", float, minimum=0, maximum=1, section=OPTIMIZATION)
+    layer_rates: dict[str, float] | None = setting(None, "factors of the learning rate by the start of a parameter's name, as NAME=FACTOR,...", dict, section=OPTIMIZATION, convert=factors)
+    scheduler: str | None = setting(None, "schedule of the rate: constant, linear, cosine, polynomial or wsd (default: constant, or the schedule that the script passes)", str, choices=tuple(SCHEDULES), section=OPTIMIZATION, convert=lower)
+    scheduler_steps: int | None = setting(None, "updates until the schedule has reached its minimum (default: those of the run)", int, minimum=1, section=OPTIMIZATION)
+    min_learning_rate: float = setting(0.0, "rate at the end of the schedule", minimum=0, section=OPTIMIZATION)
+    scheduler_power: float = setting(2.0, "exponent of the polynomial schedule", above=0, section=OPTIMIZATION)
+    scheduler_decay_ratio: float = setting(0.1, "fraction of the updates in which the wsd schedule lowers the rate", above=0, maximum=1, section=OPTIMIZATION)
+    lr_scaling: str = setting("none", "multiply the rate by global_batch_size / batch_size (linear), or by its square root (sqrt)", choices=("none", "linear", "sqrt"), section=OPTIMIZATION)
+    warmup_steps: int = setting(0, "updates over which the rate rises to its value", minimum=0, section=OPTIMIZATION)
+    warmup_start: float | None = setting(None, "fraction of the rate at which an exponential warm-up begins (default: the warm-up is linear)", float, above=0, maximum=1, section=OPTIMIZATION)
+    scheduler_interval: str = setting("step", "step the schedule per update (step) or per epoch", choices=("step", "epoch"), section=OPTIMIZATION)
+    gradient_clipping: float | None = setting(None, "largest global norm of the gradient", float, above=0, section=OPTIMIZATION)
+    mixed_precision: str | bool = setting("no", "no, fp16 or bf16 (true: fp16 on GPUs, bf16 on CPU)", bool, str, choices=("no", "fp16", "bf16", True, False), section=OPTIMIZATION)
+    scaler_init_scale: float = setting(2.0**16, "first loss scale of fp16", above=0, maximum=1e38, section=OPTIMIZATION)
+    scaler_growth_interval: int = setting(2000, "updates without overflow before the loss scale doubles", minimum=1, section=OPTIMIZATION)
+    activation_checkpointing: bool = setting(False, "recompute activations in the backward pass to save memory", section=OPTIMIZATION)
+    compile: bool = setting(False, "torch.compile the model (slow first step)", section=OPTIMIZATION)
 
-    checkpoint_dir: str | None = setting(None, "directory of the checkpoints, or s3://BUCKET/PATH (default: RUN/checkpoints)", str, group=CHECKPOINTS)
-    resume_from_checkpoint: str | bool = setting(False, "a path, or true for the newest verified checkpoint of the run directory", bool, str, group=CHECKPOINTS)
-    checkpoint_at_start: bool = setting(False, "also save a checkpoint before the first update", group=CHECKPOINTS)
-    checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none at the end of epochs)", int, minimum=1, optional=True, group=CHECKPOINTS)
-    checkpoint_every_n_steps: int | None = setting(None, "updates between checkpoints", int, minimum=1, group=CHECKPOINTS)
-    checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, maximum=_LONGEST_S, group=CHECKPOINTS)
-    checkpoint_trainable_only: bool = setting(False, "leave frozen parameters out of checkpoints; a resumed run takes them from the model", group=CHECKPOINTS)
-    checkpoint_async: bool = setting(False, "copy the state and write the checkpoint in the background while training continues", group=CHECKPOINTS)
-    snapshot_every_n_steps: int | None = setting(None, "updates between two snapshots in memory, from which killed workers start again (default: none)", int, minimum=1, group=CHECKPOINTS)
-    keep_latest_k: int = setting(3, "number of newest checkpoints to keep", minimum=1, group=CHECKPOINTS)
-    keep_best: bool = setting(True, "also keep the checkpoint with the best monitor", group=CHECKPOINTS)
+    checkpoint_dir: str | None = setting(None, "directory of the checkpoints, or s3://BUCKET/PATH (default: RUN/checkpoints)", str, section=CHECKPOINTS)
+    resume_from_checkpoint: str | bool = setting(False, "a path, or true for the newest verified checkpoint of the run directory", bool, str, section=CHECKPOINTS)
+    checkpoint_at_start: bool = setting(False, "also save a checkpoint before the first update", section=CHECKPOINTS)
+    checkpoint_frequency: int | None = setting(1, "epochs between checkpoints (null: none at the end of epochs)", int, minimum=1, optional=True, section=CHECKPOINTS)
+    checkpoint_every_n_steps: int | None = setting(None, "updates between checkpoints", int, minimum=1, section=CHECKPOINTS)
+    checkpoint_every_s: float | None = setting(None, "seconds between checkpoints", float, above=0, maximum=_LONGEST_S, section=CHECKPOINTS)
+    checkpoint_trainable_only: bool = setting(False, "leave frozen parameters out of checkpoints; a resumed run takes them from the model", section=CHECKPOINTS)
+    checkpoint_async: bool = setting(False, "copy the state and write the checkpoint in the background while training continues", section=CHECKPOINTS)
+    snapshot_every_n_steps: int | None = setting(None, "updates between two snapshots in memory, from which killed workers start again (default: none)", int, minimum=1, section=CHECKPOINTS)
+    keep_latest_k: int = setting(3, "number of newest checkpoints to keep", minimum=1, section=CHECKPOINTS)
+    keep_best: bool = setting(True, "also keep the checkpoint with the best monitor", section=CHECKPOINTS)
 
-    log_every_n_steps: int = setting(50, "updates between two log lines", minimum=1, group=MONITORING)
-    verbose: bool = setting(True, "show progress", group=MONITORING)
-    loggers: str | None = setting(None, "loggers to use: tensorboard, mlflow, wandb, csv, or one that a package registers", str, convert=words, group=MONITORING)
-    mlflow_tracking: bool = setting(False, "log to MLflow: MLFLOW_TRACKING_URI, else mlflow.db beside the run directory", group=MONITORING)
-    mlflow_experiment: str | None = setting(None, "log to this experiment of MLflow (default: the script's name)", str, group=MONITORING)
-    mlflow_checkpoint: bool = setting(True, "also store the last checkpoint as an artifact in MLflow", group=MONITORING)
-    mlflow_register_model: str | None = setting(None, "register the trained model in MLflow under this name", str, group=MONITORING)
-    tensorboard: bool = setting(False, "write event files for TensorBoard", group=MONITORING)
-    tensorboard_dir: str | None = setting(None, "write the event files below this directory, in one directory per run (default: RUN/tensorboard)", str, group=MONITORING)
-    tensorboard_histograms: bool = setting(False, "also write histograms of weights and gradients after each epoch", group=MONITORING)
-    profile: bool = setting(False, "profile some updates into RUN/profile and show the costliest operators", group=MONITORING)
-    profile_wait: int = setting(10, "updates before the profiler warms up", minimum=0, group=MONITORING)
-    profile_warmup: int = setting(2, "updates in which the profiler warms up", minimum=1, group=MONITORING)
-    profile_active: int = setting(5, "updates that the profiler records", minimum=1, group=MONITORING)
+    log_every_n_steps: int = setting(50, "updates between two log lines", minimum=1, section=MONITORING)
+    verbose: bool = setting(True, "show progress", section=MONITORING)
+    loggers: str | None = setting(None, "loggers to use: tensorboard, mlflow, wandb, csv, or one that a package registers", str, convert=words, section=MONITORING)
+    mlflow_tracking: bool = setting(False, "log to MLflow: MLFLOW_TRACKING_URI, else mlflow.db beside the run directory", section=MONITORING)
+    mlflow_experiment: str | None = setting(None, "log to this experiment of MLflow (default: the script's name)", str, section=MONITORING)
+    mlflow_checkpoint: bool = setting(True, "also store the last checkpoint as an artifact in MLflow", section=MONITORING)
+    mlflow_register_model: str | None = setting(None, "register the trained model in MLflow under this name", str, section=MONITORING)
+    tensorboard: bool = setting(False, "write event files for TensorBoard", section=MONITORING)
+    tensorboard_dir: str | None = setting(None, "write the event files below this directory, in one directory per run (default: RUN/tensorboard)", str, section=MONITORING)
+    tensorboard_histograms: bool = setting(False, "also write histograms of weights and gradients after each epoch", section=MONITORING)
+    profile: bool = setting(False, "profile some updates into RUN/profile and show the costliest operators", section=MONITORING)
+    profile_wait: int = setting(10, "updates before the profiler warms up", minimum=0, section=MONITORING)
+    profile_warmup: int = setting(2, "updates in which the profiler warms up", minimum=1, section=MONITORING)
+    profile_active: int = setting(5, "updates that the profiler records", minimum=1, section=MONITORING)
     # fmt: on
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -300,7 +303,7 @@ class DistributedConfig:
         return notices
 
     def options(self, group: str) -> Any:
-        """Return the checked options object of `group` ("ddp", "data", ...)."""
+        """Return the checked options object of the option group `group` ("ddp", "data", ...)."""
         return check_options(group_options(group), getattr(self, group), group)
 
     def to_dict(self) -> dict[str, Any]:
@@ -361,7 +364,7 @@ DistributedConfig.__dataclass_fields__ = _Fields(DistributedConfig.__dataclass_f
 
 
 def group_options(group: str) -> type[Any]:
-    """Return the class of the options of `group`. It is imported on first use."""
+    """Return the class of the options in the option group `group`. It is imported on first use."""
     if group != "data":
         return option_class(group)
     from distributed.config.data import DataOptions
@@ -370,7 +373,7 @@ def group_options(group: str) -> type[Any]:
 
 
 def option_names() -> list[str]:
-    """Return every option of every group as GROUP.OPTION."""
+    """Return every option of every option group as GROUP.OPTION."""
     return [f"{group}.{option}" for group in GROUPS for option in group_options(group).__dataclass_fields__]
 
 
@@ -384,7 +387,7 @@ def check_setting(name: str, value: Any, rule: Rule, written: Written = in_code)
         written: how the error writes the fix: as Python, YAML or a flag.
 
     Raises:
-        ConfigError: the field, its group or this version does not accept the value.
+        ConfigError: the field, its option group or this version does not accept the value.
     """
     checked = check(name, value, rule, written)
     if name in GROUPS:
@@ -408,7 +411,7 @@ def unknown_name(name: str, known: Iterable[str], written: Written = in_code) ->
 
 
 def _owned(raw: str, name: str) -> ConfigError | None:
-    """Return the error for an option of a backend that is written without its group, or None if no backend has it."""
+    """Return the error for an option of a backend that is written without its option group, or None if no backend has it."""
     for group in GROUPS if answer_for(name) is None else ():
         if name in group_options(group).__dataclass_fields__:
             return ConfigError(
@@ -417,7 +420,7 @@ def _owned(raw: str, name: str) -> ConfigError | None:
     return None
 
 
-# Accepted spellings of other tools: name -> our name. A dotted name is an option of a group.
+# Accepted spellings of other tools: name -> our name. A dotted name is an option of an option group.
 ALIASES: Mapping[str, str] = {
     **{name: f"{entry.group}.{option}" for entry in REGISTRY.values() for name, option in entry.aliases.items()},
     "nnodes": "num_nodes",

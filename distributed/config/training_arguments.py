@@ -307,7 +307,8 @@ def _backend(found: _Translation, entry: BackendEntry) -> None:
                 options[known[f"{name}.{key}"]] = each
             elif each:
                 found.refuse(
-                    name, f"sets {key}, which has no counterpart: use the group {entry.group} of DistributedConfig"
+                    name,
+                    f"sets {key}, which has no counterpart: use the option group {entry.group} of DistributedConfig",
                 )
         for option, each in options.items():
             if each not in (None, 0) or isinstance(each, bool):

@@ -1,1 +1,1 @@
-"""Searches for a learning rate or a batch size, each by short fits; searches for hyperparameters belong in `tuning`."""
+"""Finders of a learning rate or a batch size, each by short fits; sweeps over hyperparameters belong in `tuning`."""

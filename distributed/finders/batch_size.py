@@ -75,7 +75,7 @@ def find_batch_size(fits: Fits, train_data: Any, *, start: int, max_size: int | 
 
 
 def _check(fits: Fits, start: int, max_size: int | None) -> None:
-    """Raise ConfigError if the search cannot run in this process, or if the sizes are wrong."""
+    """Raise ConfigError if the finder cannot run in this process, or if the sizes are wrong."""
     check_unused(fits, "find_batch_size()")
     if fits.setup.worker is not None:
         raise ConfigError(

@@ -39,7 +39,8 @@ class LearningRateCurve:
     def suggestion(self) -> float:
         """The rate at which the loss falls steepest over the logarithm of the rate, up to the rate of the lowest loss.
 
-        Raises ConfigError if the loss diverged too early, or never falls by more than its noise.
+        Raises:
+            ConfigError: the first loss is not finite, the loss diverged too early, or it never falls by more than its noise.
         """
         half = self._half_window
         lines = self.lines
@@ -59,7 +60,7 @@ class LearningRateCurve:
         if lines[0].mean - lines[lowest].mean <= 5 * noise or lines[steepest].slope >= 0:
             raise ConfigError(
                 f"the loss does not fall anywhere between the rates {self.rates[0]:.3g} and {self.rates[-1]:.3g}:"
-                " search wider (min_rate, max_rate), longer (num_steps), or with a larger batch"
+                " try a wider range (min_rate, max_rate), more updates (num_steps), or a larger batch"
             )
         return self.rates[steepest + half]
 

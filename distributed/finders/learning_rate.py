@@ -111,7 +111,7 @@ def find_learning_rate(fits: Fits, train_data: Any, rates: RateRange) -> Learnin
     if isinstance(fits.setup.merged.config.resume_from_checkpoint, str):
         raise ConfigError(
             f"resume_from_checkpoint={fits.setup.merged.config.resume_from_checkpoint!r} gives fit() other weights than"
-            " find_learning_rate() starts from: search without it, with a model that has those weights"
+            " find_learning_rate() starts from: find the rate without it, with a model that has those weights"
         )
     try:
         return rates.curve(_losses(fits, train_data, rates))
@@ -180,12 +180,14 @@ def _finish(directory: Path, rates: RateRange, losses: list[float]) -> None:
 def _copied_job(job: Job) -> Job:
     """Return a copy of the job without its scheduler. Model, optimizer, loss and metrics of the copy belong together.
 
-    If the model is given as a factory, the search and the fit that follows each call the factory.
+    If the model is given as a factory, the finder and the fit that follows each call the factory.
     """
-    from distributed.backends._keras.portable import remade
+    from distributed.backends.keras_pickling import remade
 
     memo: dict[int, Any] = {}
-    drawn = random.getstate()  # creating a Keras layer (3.15) draws from Python's generator
+    # Workaround (Keras 3.15, no upstream issue known; may go when Keras draws its seeds from a generator of its own): a new layer
+    # draws from Python's generator.
+    drawn = random.getstate()
     try:
         for part in (job.model, job.optimizer, job.loss_fn, *job.metrics.values()):
             if (again := remade(part)) is not None:
@@ -194,7 +196,7 @@ def _copied_job(job: Job) -> Job:
     except (TypeError, RuntimeError, ValueError, NotImplementedError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"the model cannot be copied for the search ({reason}): pass a function that makes it, Trainer(make_model), and a"
+            f"the model cannot be copied for the finder ({reason}): pass a function that makes it, Trainer(make_model), and a"
             " factory of the optimizer"
         ) from error
     finally:

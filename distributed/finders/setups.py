@@ -22,7 +22,7 @@ _DROPPED = {
     "scheduler_power",
     "scheduler_decay_ratio",
     "min_learning_rate",
-} | {name for name, rule in rules(DistributedConfig).items() if rule.group in (MONITORING, CHECKPOINTS, VALIDATION)}
+} | {name for name, rule in rules(DistributedConfig).items() if rule.section in (MONITORING, CHECKPOINTS, VALIDATION)}
 
 
 def finder_setup(

@@ -118,15 +118,15 @@ class DistributedLauncher:
         """
         from distributed.launcher.start import launch_request
 
-        asked = self.config.nproc_per_node or 1  # a call of launch() is a request to launch
-        found = worker_environment(nproc_per_node=asked, num_nodes=self.config.nnodes)
+        given = self.config.nproc_per_node or 1  # a call of launch() is a request to launch
+        found = worker_environment(nproc_per_node=given, num_nodes=self.config.nnodes)
         if found is not None:
             raise ConfigError(
                 f"launch({script!r}) was called in a process that already is rank {found.rank} of {found.world_size}: call it from a"
                 " process that no launcher started"
             )
         overrides = _overrides(self.config, script, script_args)
-        if (line := pass_over_stale_rank(dict(os.environ), nproc_per_node=asked)) is not None:
+        if (line := pass_over_stale_rank(dict(os.environ), nproc_per_node=given)) is not None:
             overrides = dataclasses.replace(overrides, notices=(line,))
         return start_launcher(launch_request(overrides, self.config.run_dir))
 
@@ -140,6 +140,9 @@ def launch_distributed_training(
         script: path of the script.
         script_args: its arguments.
         settings: the arguments of LaunchConfig.
+
+    Returns:
+        The exit code, as that of `DistributedLauncher.launch`.
 
     Raises:
         ConfigError: LaunchConfig has no such setting, or `DistributedLauncher.launch` raises it.

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends import entry_in_use, groups_in_use, make_backend, plan_of, starting_of
-from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends.base import Backend
 from distributed.backends.effects import Situation, lines_of, without_effect
+from distributed.backends.keras_scripts import check_keras_backend, environ_for
 from distributed.checkpoints.manifest import check_source
 from distributed.checkpoints.weights import check_weights
 from distributed.config.addresses import check_library, is_address
@@ -73,8 +73,8 @@ def start(
     if this is not None:
         overrides = overrides.without(_ADDRESS)  # the worker reads it from its environment
     overrides, merged = _merged(overrides, world_size, is_starting=this is None)
-    asked = _asked_processes(overrides)
-    environment = this or worker_environment(nproc_per_node=asked, num_nodes=merged.config.num_nodes)
+    given = _given_processes(overrides)
+    environment = this or worker_environment(nproc_per_node=given, num_nodes=merged.config.num_nodes)
     if environment is not None and not dry_run:
         os.environ.update(this.to_environ() if this is not None else {})
         if is_address(address) and environment.rank == 0 and not environment.restart_count:
@@ -185,8 +185,8 @@ def _checked_request(
     )  # with `--dry-run` the directory may be missing, because nothing is downloaded
     backend = _refuse(overrides, merged, plan, run_dir, resume, is_there=is_there)
     config, script = merged.config, _script(overrides)
-    is_told = plan.num_nodes > 1 and config.node_rank > 0  # node 0 tells this node the name of the run directory
-    where = run_dir if run_dir is not None else "" if is_told else str(choose_run_dir(script))
+    is_named_later = plan.num_nodes > 1 and config.node_rank > 0  # node 0 tells this node the name of the run directory
+    where = run_dir if run_dir is not None else "" if is_named_later else str(choose_run_dir(script))
     entry, starter = entry_in_use(config, plan.backend), starting_of(plan.backend)
     starting = starting_line(plan, is_chosen=config.backend is not None)
     copied = f", copied to {address}" if is_address(address) else ""
@@ -200,8 +200,8 @@ def _checked_request(
     return backend, request if config.node_rank == 0 else dataclasses.replace(request, started_lines=())
 
 
-def _asked_processes(overrides: Overrides) -> int | None:
-    """Return the processes per node that were explicitly asked for, or None. Raises ConfigError for a wrong number."""
+def _given_processes(overrides: Overrides) -> int | None:
+    """Return the processes per node that were given, or None. Raises ConfigError for a wrong number."""
     config = DistributedConfig(**overrides.only(("num_gpus", "num_nodes", "nproc_per_node", "gpus_per_node")).values())
     total = config.num_gpus // config.num_nodes if config.num_gpus else None
     return config.nproc_per_node or config.gpus_per_node or total
@@ -215,12 +215,12 @@ def _merged(
     Args:
         overrides: the settings given.
         world_size: the number of processes on all nodes, if it was given.
-        is_starting: whether this command starts workers. If it does and processes were asked for, a stale RANK=0 that was
+        is_starting: whether this command starts workers. If it does and a number of processes was given, a stale RANK=0 that was
             exported for other scripts is removed from the environment.
     """
-    asked = _asked_processes(overrides) or world_size
-    notices = [pass_over_stale_rank(os.environ, nproc_per_node=asked)] if is_starting and asked is not None else []
-    found = _from_node(overrides, asked)
+    given = _given_processes(overrides) or world_size
+    notices = [pass_over_stale_rank(os.environ, nproc_per_node=given)] if is_starting and given is not None else []
+    found = _from_node(overrides, given)
     if world_size is not None:
         found["nproc_per_node"], notice = _per_node(overrides, world_size, found)
         notices.append(notice)
@@ -229,15 +229,15 @@ def _merged(
     return overrides, merge(overrides, {})
 
 
-def _from_node(overrides: Overrides, asked: int | None) -> dict[str, Any]:
+def _from_node(overrides: Overrides, nproc_per_node: int | None) -> dict[str, Any]:
     """Return the settings of nodes and processes that Slurm or the variables of a pod define and nobody has given."""
     given = overrides.values()
-    node = node_environment(nproc_per_node=asked)
+    node = node_environment(nproc_per_node=nproc_per_node)
     if node is None or node.num_nodes != given.get("num_nodes", node.num_nodes):
         return {}
     found = {name: getattr(node, name) for name in _NODE_SETTINGS if node.num_nodes > 1 and name not in given}
     return found | (
-        {"nproc_per_node": node.nproc_per_node} if asked is None and node.nproc_per_node is not None else {}
+        {"nproc_per_node": node.nproc_per_node} if nproc_per_node is None and node.nproc_per_node is not None else {}
     )
 
 
@@ -252,7 +252,7 @@ def _per_node(overrides: Overrides, world_size: int, found: Mapping[str, Any]) -
 
 
 def _this_worker(overrides: Overrides, world_size: int | None, rank: int) -> WorkerEnvironment:
-    """Return the place of this process among workers that are started by hand, one command with `--rank` for each."""
+    """Return the worker that `--rank` names. The user starts such workers by hand, with one command for each."""
     if world_size is None:
         raise ConfigError(
             f"--rank {rank} needs --world-size, the total number of processes (--node-rank is the index of a machine)"
@@ -349,8 +349,7 @@ def _wait_for_name(request: LaunchRequest) -> None:
     if request.num_nodes == 1 or not pod.is_pod(os.environ):
         return
     host, seconds = request.master_addr, request.start_timeout
-    say = functools.partial(print, f"waiting for an address of node 0 ({host})", file=sys.stderr, flush=True)
-    if not wait_for_name(host, seconds, say):
+    if not wait_for_name(host, seconds, functools.partial(print, file=sys.stderr, flush=True)):
         raise ResourceError(
             f"master_addr={host!r} did not resolve to an address within {seconds:g} s (start_timeout): check that pod 0 is running, and that a"
             " headless Service with publishNotReadyAddresses selects it"

@@ -99,7 +99,7 @@ class ForkAgent(SimpleElasticAgent):
             message = {**message, "reached": (progress.fit, progress.step), "phase": progress.phase.in_fit}
             if message["status"] < 0 and (crash := self._board.crash(message["local_rank"])):
                 self.output.log(self._rank_of[message["local_rank"]], crash)
-                message["place"] = line_in_script(crash)
+                message["location"] = line_in_script(crash)
         self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls
@@ -219,7 +219,7 @@ class ForkAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Return the state of the workers.
 
-        Wait up to `monitor_interval` for a message, so that the end of a worker is noticed immediately.
+        Wait up to `monitor_interval` for a message, so that the end of a worker is detected immediately.
         """
         verdict = self.verdicts.judge(self._remaining_restarts)
         if verdict is Verdict.AT_WORK:
@@ -351,7 +351,7 @@ def _run_to_the_end(
     request: LaunchRequest, channel: socket.socket, display: Display, directory: Path, board: Board
 ) -> int:
     """Run all attempts of this node's workers, then end the run and return its exit code."""
-    rendezvous = rendezvous_of(request, lambda kind, text: display.handle({"kind": kind, "text": text}))
+    rendezvous = rendezvous_of(request, display.handle)
     try:
         request = rendezvous.request
         if request.node_rank > 0:

@@ -39,7 +39,7 @@ class Failure:
     micro_batch: int = 0  # see TrainingError
     no_restart_because: str = ""  # why the run is not restarted, although such a failure allows a restart
     phase: str = ""  # what the rank did in its fit, in the words of `heartbeat.Phase`; "" outside of a fit
-    place: str = ""  # file, line and function of the user's code, or "" if that is not known
+    location: str = ""  # file, line and function of the user's code, or "" if that is not known
     is_echo: bool = False  # whether it repeats the error of another rank
 
     @property
@@ -109,17 +109,17 @@ def message_of(error: BaseException) -> str:
     return traceback.TracebackException(type(error), error, None)._str  # type: ignore[attr-defined,no-any-return]
 
 
-def place_of(error: BaseException) -> str:
+def location_of(error: BaseException) -> str:
     """Return the file, the line and the function of the user's code in which `error` was raised, or "" if that is not known.
 
-    If an error of this package was caused by another error, the place of that other error is preferred. If a process of a data
+    If an error of this package was caused by another error, the location of that other error is preferred. If a process of a data
     loader passed the error on, the message of the error contains the traceback of that process.
     """
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in _FRAME.findall(message_of(error)) if is_users(frame[0])]
     cause = error.__cause__ if isinstance(error, DistributedError) else None
-    if not frames and cause is not None and (found := place_of(cause)):
+    if not frames and cause is not None and (found := location_of(cause)):
         return found
     if not frames:
         traces = traceback.extract_tb(error.__traceback__)
@@ -127,7 +127,7 @@ def place_of(error: BaseException) -> str:
     return "{}, line {}, in {}".format(*frames[-1]) if frames else ""
 
 
-def place_of_caller(frame: FrameType | None) -> str:
+def location_of_caller(frame: FrameType | None) -> str:
     """Return file, line and function of the innermost frame of the user's code, from `frame` outwards, or "" if there is none."""
     while frame is not None and not is_users(frame.f_code.co_filename):
         frame = frame.f_back

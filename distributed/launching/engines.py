@@ -35,11 +35,16 @@ def seed_generators(seed: int) -> None:
     Every rank then draws the same numbers and gets the same initial model and the same split of the data, also after a restart.
     Later, `Trainer` gives each rank a random stream of its own.
     """
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed & 0xFFFFFFFF)
+    seed_python_and_numpy(seed, seed & 0xFFFFFFFF)
     for seed_engine in _functions("seed"):
         seed_engine(seed)
+
+
+def seed_python_and_numpy(seed: int, numpy_seed: int) -> None:
+    """Seed the global random generators of Python and, if it is loaded, NumPy, which takes 32 bits."""
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(numpy_seed)
 
 
 def active_profiler() -> str | None:

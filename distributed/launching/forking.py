@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from distributed.runs.processes import STOP_SIGNALS, die_with_parent
+from distributed.runs.processes import STOP_SIGNALS, die_with_parent, skip_teardown
 
 
 def fork(child: Callable[[], int], *, dies_with_parent: bool = True) -> int:
@@ -40,3 +41,16 @@ def fork(child: Callable[[], int], *, dies_with_parent: bool = True) -> int:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
+
+
+@contextlib.contextmanager
+def shared_imports() -> Iterator[None]:
+    """Import modules in this block for the processes that this process forks, in memory that they share with it.
+
+    Imports leave little garbage, and a garbage collection would copy memory pages that the children share. The collector therefore
+    stays off in this process. The children call `gc.enable()`.
+    """
+    skip_teardown()
+    gc.disable()
+    yield
+    gc.freeze()

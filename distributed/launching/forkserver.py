@@ -1,7 +1,7 @@
-"""The launcher process: forks the agent, imports the framework once, then forks every worker that the agent asks for.
+"""The fork server: forks the agent, imports the framework once, then forks every worker that the agent asks for.
 
-This process stays single-threaded, so that its children start from a clean state. It is the parent of the agent and of all
-workers: they share its memory, die with it, and only this process reaps them.
+The fork server is the launcher process. It stays single-threaded, so that its children start from a clean state. It is the parent
+of the agent and of all workers: they share its memory, die with it, and only this process reaps them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from distributed.checkpoints.mirror import UPLOAD_FAILED
 from distributed.config.registry import backend_entry
 from distributed.errors import TrainingError
-from distributed.launching.forking import fork
+from distributed.launching.forking import fork, shared_imports
 from distributed.launching.heartbeat import Board
 from distributed.launching.output import display_of
 from distributed.launching.request import LaunchRequest
@@ -33,7 +33,7 @@ from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.variables import crowding, set_missing, set_thread_variables
 from distributed.runs.directory import RunDirectory
-from distributed.runs.processes import STOP_SIGNALS, skip_teardown
+from distributed.runs.processes import STOP_SIGNALS
 from distributed.runs.remote import push_at_end, upload_rest
 from distributed.runs.temporary import MEMORY, memory_of, release, remove_leftovers
 
@@ -86,15 +86,13 @@ def serve(request: LaunchRequest) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     set_missing(request.launcher_environ)
     with Signals() as signals:
-        gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the workers share
-        importlib.import_module("torch")  # the agent and the workers inherit it
-        skip_teardown()
-        server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        board = Board(request.nproc_per_node)  # the agent and the workers inherit it
-        agent = fork(lambda: _agent(request, side, server, signals, board))
-        side.close()
-        _import_for_workers(request, signals, agent)
-        gc.freeze()
+        with shared_imports():
+            importlib.import_module("torch")  # the agent and the workers inherit it
+            server, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            board = Board(request.nproc_per_node)  # the agent and the workers inherit it
+            agent = fork(lambda: _agent(request, side, server, signals, board))
+            side.close()
+            _import_for_workers(request, signals, agent)
         return ForkServer(request, server, agent, signals, board).serve()
 
 
@@ -192,14 +190,14 @@ class ForkServer:
                     selector.unregister(self._channel)  # the agent closed its end; a SIGCHLD follows
                 self._reap()
                 self._run_out_of_patience()
-        self._hear_last_words()
+        self._read_rest_of_channel()
         self._kill_workers()
         while self._workers:
             self._reap(block=True)
         return self._exit_code()
 
-    def _hear_last_words(self) -> None:
-        """Read the messages that the agent sent right before its end."""
+    def _read_rest_of_channel(self) -> None:
+        """Read the messages that the agent sent right before it ended, for the exit code in them."""
         self._channel.setblocking(False)
         with contextlib.suppress(BlockingIOError, ConnectionError):
             while data := self._channel.recv(_MESSAGE_BYTES):

@@ -15,7 +15,7 @@ from distributed.launching.stacks import collect, line_in_script, seen_from_outs
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
-_PLACES = 4  # how many ranks are listed with their places if no single rank is the cause
+_MOST_LOCATIONS = 4  # how many ranks are listed with their locations if no single rank is the cause
 
 
 class HangCheck:
@@ -84,9 +84,9 @@ class HangCheck:
         stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
             text = f"{stand}, and none of them could be singled out as the cause; {kept}"
-            places = {ranks[index]: line_in_script(stacks[index]) for index in suspects.keys[:_PLACES]}
-            place = ", ".join(f"rank {rank} at {where}" for rank, where in places.items() if where)
-            return _failure(ranks[suspects.keys[0]], text, suspects.progress, place)
+            locations = {ranks[index]: line_in_script(stacks[index]) for index in suspects.keys[:_MOST_LOCATIONS]}
+            location = ", ".join(f"rank {rank} at {where}" for rank, where in locations.items() if where)
+            return _failure(ranks[suspects.keys[0]], text, suspects.progress, location)
         self._undecided = suspects.progress.beats
         text = f"{stand}, perhaps because of a rank on another node; {kept}"
         self._display.handle({"kind": "notice", "text": text})
@@ -104,9 +104,11 @@ class HangCheck:
         return directory
 
 
-def _failure(rank: int, text: str, progress: Progress, place: str = "") -> Failure:
+def _failure(rank: int, text: str, progress: Progress, location: str = "") -> Failure:
     reached = progress.fit, progress.step
-    return Failure(rank, "hang", time.time(), message=text, reached=reached, phase=progress.phase.in_fit, place=place)
+    return Failure(
+        rank, "hang", time.time(), message=text, reached=reached, phase=progress.phase.in_fit, location=location
+    )
 
 
 def _instead(pid: int) -> str:

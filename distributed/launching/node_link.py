@@ -13,10 +13,10 @@ from typing import Any
 
 from distributed.errors import TrainingError
 from distributed.launching.listening import is_loopback
-from distributed.launching.node_rounds import Say
 from distributed.launching.node_server import BEAT_S, LOST_AFTER_S, seals
 from distributed.launching.seal import LINE_BYTES, Seal, SealedConnection
 from distributed.launching.sealed_listener import HELLO
+from distributed.state import OnEvent
 
 _RETRY_S = 0.2
 _ANSWER_S = 5.0  # seconds for the server to answer the first line
@@ -83,16 +83,16 @@ class NodeLink:
         rank: the number of this node; None lets node 0 choose one.
         about: the facts that this node sends about itself.
         node_timeout: seconds to wait for node 0 if it does not answer.
-        say: shows a line on the console of this node. Called from the thread.
+        on_event: shows a notice or a warning on the console of this node. Called from the thread.
         own: on node 0, the connection that the server returned.
     """
 
     def __init__(
-        self, where: tuple[str, int], secret: str, rank: int | None, about: Mapping[str, Any], *, node_timeout: float, say: Say,
-        own: socket.socket | None = None,
+        self, where: tuple[str, int], secret: str, rank: int | None, about: Mapping[str, Any], *, node_timeout: float,
+        on_event: OnEvent, own: socket.socket | None = None,
     ) -> None:  # fmt: skip
         self._where, self._secret, self._rank, self._about = where, secret, rank, dict(about)
-        self._node_timeout, self._say, self._own = node_timeout, say, own
+        self._node_timeout, self._on_event, self._own = node_timeout, on_event, own
         self._id = uuid.uuid4().hex
         self._changed = threading.Condition()
         self._connection: SealedConnection | None = None
@@ -116,7 +116,7 @@ class NodeLink:
             NodesEndedError: node 0 refuses this node, or does not answer in time.
         """
         begin = time.monotonic()
-        deadline, num_refusals, num_silences, said = begin + seconds, 0, 0, False
+        deadline, num_refusals, num_silences, is_shown = begin + seconds, 0, 0, False
         while not self.welcome:
             try:
                 self._open(deadline)
@@ -124,10 +124,11 @@ class NodeLink:
             except OSError as error:
                 num_refusals += isinstance(error, _SecretError)
                 num_silences += isinstance(error, _SilenceError)
-                if not said and time.monotonic() - begin > _SHOWN_AFTER_S:
-                    said = True
+                if not is_shown and time.monotonic() - begin > _SHOWN_AFTER_S:
+                    is_shown = True
                     where = f"{self._where[0]}:{self._where[1]}"
-                    self._say("notice", f"waiting {seconds:g} s for node 0 at {where} (start_timeout)")
+                    text = f"waiting {seconds:g} s for node 0 at {where} (start_timeout)"
+                    self._on_event({"kind": "notice", "text": text})
                 if num_silences == _MOST_SILENCES and self._rank is None:
                     raise NodesEndedError(
                         f"node 0 cannot listen at {self._where[0]}:{self._where[1]}, because another program listens there and does"
@@ -170,7 +171,8 @@ class NodeLink:
                 if self._lost is not None and time.monotonic() > next_line:
                     next_line += _COUNT_DOWN_S
                     left = max(0.0, self._lost[1] - time.monotonic())
-                    self._say("notice", f"waiting for {self._lost[0]}: {left:.0f} s left (node_timeout)")
+                    text = f"waiting for {self._lost[0]}: {left:.0f} s left (node_timeout)"
+                    self._on_event({"kind": "notice", "text": text})
             self._pending = None
             if self._end is not None:
                 raise self._end
@@ -241,17 +243,15 @@ class NodeLink:
             if self._connection is not None:
                 self._connection.close()
             self._connection = None
-        begin, refused, said = time.monotonic(), None, False
+        begin, refused, is_shown = time.monotonic(), None, False
         while not self._is_closed and self._own is None:
             now = time.monotonic()
             if now - begin > self._node_timeout:
                 break
-            if not said and now - begin > _REFUSED_S:
-                said = True
-                self._say(
-                    "warning",
-                    f"node 0 does not answer ({error}): waiting {self._node_timeout:g} s for it (node_timeout)",
-                )
+            if not is_shown and now - begin > _REFUSED_S:
+                is_shown = True
+                text = f"node 0 does not answer ({error}): waiting {self._node_timeout:g} s for it (node_timeout)"
+                self._on_event({"kind": "warning", "text": text})
             try:
                 self._open(now + _ANSWER_S)
                 return
@@ -345,14 +345,13 @@ class NodeLink:
                     self.is_round_wanted = self.is_round_wanted or message["when"] == "now"
                 case "lost":
                     self._lost = (message["node"], time.monotonic() + message["seconds"])
-                    self._say(
-                        "warning",
-                        f"{message['node']} {message['how']}: waiting {message['seconds']:g} s for it or its replacement (node_timeout)",
-                    )
+                    text = f"waiting {message['seconds']:g} s for it or its replacement (node_timeout)"
+                    self._on_event({"kind": "warning", "text": f"{message['node']} {message['how']}: {text}"})
                 case "waiting":
                     self.num_newcomers = message["count"]
                 case "gone":
-                    self._say("warning", f"{message['node']} {message['how']}: going on without it")
+                    text = f"{message['node']} {message['how']}: going on without it"
+                    self._on_event({"kind": "warning", "text": text})
                 case "all done":
                     self._is_all_done = True
                 case "end":

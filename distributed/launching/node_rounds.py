@@ -13,14 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distributed.launching.seal import SealedConnection
+from distributed.state import OnEvent
 
 _LAST_CALL_S = 10.0  # seconds for more nodes to join the first round once `min_nodes` have joined
 _LEAVING_S = 2.0  # seconds for the other nodes to report how their workers ended, after a node has left on SIGTERM
 _TOO_LATE = {"op": "end", "why": "the run has ended before this node could take part", "rank": None, "code": 0}
 # The fields of a `worker_failed` event besides rank and cause: those with a text, and those with a number.
 _FACTS, _NUMBERS = ("kind", "phase", "place", "then"), ("in_step", "micro_batch", "fit")
-
-Say = Callable[[str, str], None]  # (kind, text): show a line on the console of node 0
 
 
 @dataclasses.dataclass
@@ -56,16 +55,17 @@ class Rounds:
         min_nodes: the fewest nodes with which the run goes on.
         start_timeout: seconds all nodes may take to join.
         node_timeout: seconds in which a lost node, or its replacement, must join again.
-        say: shows a line on the console of node 0.
+        on_event: shows a notice or a warning on the console of node 0.
         record: writes an event into the journal of node 0. It also gets the time of the event if another node has written it.
     """
 
     def __init__(
-        self, num_nodes: int, min_nodes: int, *, start_timeout: float, node_timeout: float, say: Say, record: Callable[..., None]
+        self, num_nodes: int, min_nodes: int, *, start_timeout: float, node_timeout: float, on_event: OnEvent,
+        record: Callable[..., None],
     ) -> None:  # fmt: skip
         self._num_nodes, self._min_nodes = num_nodes, min_nodes
         self._start_timeout, self._node_timeout = start_timeout, node_timeout
-        self._say, self._record = say, record
+        self._on_event, self._record = on_event, record
         self.members: dict[int, Member] = {}  # the nodes that have joined, by node rank
         self._round = 0
         self._deadline = time.monotonic() + start_timeout
@@ -129,7 +129,7 @@ class Rounds:
         """Add a node that has joined."""
         self.members[rank] = member
         if self._lost.pop(rank, None):
-            self._say("notice", f"node {rank} ({member.name}) has joined again")
+            self._on_event({"kind": "notice", "text": f"node {rank} ({member.name}) has joined again"})
             self._record("node_joined", node=rank, host=member.name)
 
     def replace_leaving(self, rank: int, launcher: str) -> None:
@@ -220,7 +220,7 @@ class Rounds:
         if rank == 0 or not isinstance(failure, dict) or self._failures.get(rank) == failure:
             return
         self._failures[rank] = failure
-        self._say("warning", str(failure["cause"]))
+        self._on_event({"kind": "warning", "text": str(failure["cause"])})
         facts: dict[str, Any] = {name: str(failure[name]) for name in _FACTS if name in failure}
         facts |= {name: int(failure[name]) for name in _NUMBERS if name in failure}
         about = {"rank": int(failure["rank"]), "node": rank, "cause": str(failure["cause"]), **facts}

@@ -1,7 +1,7 @@
 """The server on node 0 to which the launchers of all nodes connect.
 
 It runs in a thread of node 0's agent. Every node, node 0 included, keeps one connection to it (`node_link.py`). The server admits
-nodes and notices those that are lost; `node_rounds.py` decides when they start their workers. Every line is sealed with the secret
+nodes and detects those that are lost; `node_rounds.py` decides when they start their workers. Every line is sealed with the secret
 that the nodes share (`seal.py`). Without a secret, the seals only detect garbage.
 """
 
@@ -16,9 +16,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from distributed.launching.node_rounds import Member, Rounds, Say, name_of
+from distributed.launching.node_rounds import Member, Rounds, name_of
 from distributed.launching.seal import Seal, SealedConnection
 from distributed.launching.sealed_listener import SealedListener
+from distributed.state import OnEvent
 
 BEAT_S = 1.0  # seconds between two heartbeats, in both directions
 LOST_AFTER_S = 10.0  # seconds of silence after which a node counts as lost
@@ -47,21 +48,21 @@ class NodeServer:
         node_timeout: seconds in which a lost node, or its replacement, must join again.
         min_nodes: the fewest nodes with which the run goes on; None: all.
         check: returns why the engine cannot connect the given nodes, or None. Called before a node joins a run that has begun.
-        say: shows a line on the console of node 0. Called from the thread of the server.
+        on_event: shows a notice or a warning on the console of node 0. Called from the thread of the server.
         record: writes an event into the journal of node 0. It also gets the time of the event if another node has written it.
             Called from the thread of the server.
     """
 
     def __init__(
         self, bound: socket.socket, secret: str, about: Mapping[str, Any], welcome: Mapping[str, Any], *,
-        start_timeout: float, node_timeout: float, say: Say, record: Callable[..., None], min_nodes: int | None = None,
+        start_timeout: float, node_timeout: float, on_event: OnEvent, record: Callable[..., None], min_nodes: int | None = None,
         check: Check = lambda _: None,
     ) -> None:  # fmt: skip
-        self._secret, self._about, self._welcome, self._say, self._check = secret, about, welcome, say, check
+        self._secret, self._about, self._welcome, self._on_event, self._check = secret, about, welcome, on_event, check
         self._num_nodes: int = about["same"]["num_nodes"]
         self._rounds = Rounds(
-            self._num_nodes, min_nodes or self._num_nodes, start_timeout=start_timeout, node_timeout=node_timeout, say=say,
-            record=record,
+            self._num_nodes, min_nodes or self._num_nodes, start_timeout=start_timeout, node_timeout=node_timeout,
+            on_event=on_event, record=record,
         )  # fmt: skip
         self._members = self._rounds.members
         # By node rank, for launchers that are gone: whether the launcher was silent and may come back.
@@ -190,7 +191,8 @@ class NodeServer:
         member = self._members[rank]
         member.connection = None  # the node closes it
         if message["op"] == "failed":
-            self._say("warning", f"node {rank} ({member.name}) cannot take part: {message['cause']}")
+            text = f"node {rank} ({member.name}) cannot take part: {message['cause']}"
+            self._on_event({"kind": "warning", "text": text})
         self._lose(rank, str(message.get("how", "has failed")), code=message.get("code", 1))
 
     def _welcome_or_refuse(self, connection: SealedConnection, here: dict[str, Any]) -> None:
@@ -201,7 +203,8 @@ class NodeServer:
             self._refuse(connection, why)
             if known is None:
                 which = "a node" if rank is None else f"node {rank}"
-                self._say("warning", f"{which} ({name_of(here['about'])}) was refused: {why}")
+                text = f"{which} ({name_of(here['about'])}) was refused: {why}"
+                self._on_event({"kind": "warning", "text": text})
         elif known is not None and known.id != here["id"]:
             self._rivals[rank] = (connection, here)
         else:

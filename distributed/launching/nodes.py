@@ -63,18 +63,18 @@ def this_node(master_addr: str) -> Node:
     return Node(name, _address_of_name(name), address)
 
 
-def wait_for_name(host: str, seconds: float, say: Callable[[], None]) -> bool:
-    """Wait until `host` resolves to an address, and return whether it did within `seconds`. Call `say` once if it must wait."""
-    deadline, has_said = time.monotonic() + seconds, False
+def wait_for_name(host: str, seconds: float, notice: Callable[[str], None]) -> bool:
+    """Wait until `host` resolves to an address, and return whether it did within `seconds`. Show a notice if it must wait."""
+    deadline, is_shown = time.monotonic() + seconds, False
     while True:
         with contextlib.suppress(socket.gaierror):
             socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
             return True
         if time.monotonic() >= deadline:
             return False
-        if not has_said:
-            say()
-            has_said = True
+        if not is_shown:
+            notice(f"waiting for an address of node 0 ({host})")
+            is_shown = True
         time.sleep(_RETRY_S)
 
 

@@ -25,12 +25,12 @@ from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.listening import listen_at
 from distributed.launching.node_link import NodeLink, NodesEndedError, Round
-from distributed.launching.node_rounds import Say
 from distributed.launching.node_server import NodeServer
 from distributed.launching.nodes import Node, numbered, this_node
 from distributed.launching.request import LaunchRequest
 from distributed.launching.secret import shared_secret
 from distributed.runs.directory import RunDirectory
+from distributed.state import OnEvent
 
 _GRACE_S = 3.0  # for the other nodes to take the last message before node 0 ends
 
@@ -143,17 +143,17 @@ class ManyNodes(OneNode):
     Raises NodesEndedError if this node cannot join, ResourceError if node 0 cannot listen.
     """
 
-    def __init__(self, request: LaunchRequest, say: Say) -> None:
+    def __init__(self, request: LaunchRequest, on_event: OnEvent) -> None:
         super().__init__(request)
         self._server: NodeServer | None = None
         secret = (shared_secret() or b"").decode()
         about = _about(request)
         own = None
         if request.node_rank == 0:
-            told = {"run_dir": request.run_dir, "resume": request.resume, "run_id": self._run_id}
+            welcome: dict[str, Any] = {"run_dir": request.run_dir, "resume": request.resume, "run_id": self._run_id}
             self._server = NodeServer(
-                _listener(request), secret, about, told, start_timeout=request.start_timeout,
-                node_timeout=request.node_timeout, min_nodes=request.min_nodes, say=say,
+                _listener(request), secret, about, welcome, start_timeout=request.start_timeout,
+                node_timeout=request.node_timeout, min_nodes=request.min_nodes, on_event=on_event,
                 check=functools.partial(_objection, engine_rendezvous(request.rendezvous)),
                 record=functools.partial(_record, RunDirectory(request.run_dir)),
             )  # fmt: skip
@@ -165,7 +165,7 @@ class ManyNodes(OneNode):
             None if request.asks_for_rank else request.node_rank,
             about,
             node_timeout=request.node_timeout,
-            say=say,
+            on_event=on_event,
             own=own,
         )
         welcome = self._link.connect(request.start_timeout)
@@ -214,13 +214,13 @@ class ManyNodes(OneNode):
         return super().shutdown()
 
 
-def rendezvous_of(request: LaunchRequest, say: Say) -> OneNode:
+def rendezvous_of(request: LaunchRequest, on_event: OnEvent) -> OneNode:
     """Return the rendezvous through which the agent of this node begins attempts together with the agents of the other nodes.
 
-    `say` shows a line on the console of this node; any thread may call it. Raises NodesEndedError if this node cannot join the others,
-    ResourceError if node 0 cannot listen.
+    `on_event` shows a notice or a warning on the console of this node; any thread may call it. Raises NodesEndedError if this node
+    cannot join the others, ResourceError if node 0 cannot listen.
     """
-    return OneNode(request) if request.num_nodes == 1 else ManyNodes(request, say)
+    return OneNode(request) if request.num_nodes == 1 else ManyNodes(request, on_event)
 
 
 def nodes_of(begun: Round) -> list[Node]:

@@ -1,4 +1,4 @@
-"""Notice that a run fails again and again at the same step, so that further restarts are in vain."""
+"""Detect that a run fails again and again at the same step, so that further restarts are in vain."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from distributed.config.registry import hint_of, may_abort
 from distributed.errors import DistributedError, TrainingError
-from distributed.launching.causes import full_traceback, message_of, place_of, short_traceback
+from distributed.launching.causes import full_traceback, location_of, message_of, short_traceback
 from distributed.launching.heartbeat import heartbeat, phase_of
 from distributed.launching.request import link
 from distributed.state import OnEvent
@@ -26,19 +26,16 @@ class Reporter:
     def __call__(self, event: Mapping[str, Any]) -> None:
         if not self._is_main_process:
             return
-        content = dict(event)
-        if "text" not in content and "message" in content:
-            content["text"] = content["message"]
         channel = link()
         if channel is not None:
-            channel.send(content)
+            channel.send(dict(event))
             return
         if self._display is None:
             from distributed.loggers.console import Display
 
             self._display = Display(verbose=self._verbose)
-        self._display.handle(content)
-        self.on_event(content)
+        self._display.handle(event)
+        self.on_event(event)
 
     def set_verbose(self, verbose: bool) -> None:
         """Set whether everything is shown from now on, or only warnings and errors.
@@ -68,7 +65,7 @@ def failure_event(error: BaseException) -> dict[str, Any]:
         "kind": "error", "type": type(error).__name__, "message": message_of(error), "exit_code": code, "time": began,
         "is_message_enough": is_ours, "is_echo": isinstance(error, DistributedError) and error.is_echo,
         "traceback": short_traceback(error) + more, "full_traceback": full_traceback(error) + more,
-        "reached": [(at := heartbeat().progress).fit, at.step], "phase": phase_of(error).in_fit, "place": place_of(error),
+        "reached": [(at := heartbeat().progress).fit, at.step], "phase": phase_of(error).in_fit, "location": location_of(error),
         "micro_batch": error.micro_batch if isinstance(error, TrainingError) else 0,
     }  # fmt: skip
 

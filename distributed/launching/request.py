@@ -97,8 +97,8 @@ class _FromLauncher:
     link: Link | None = None
     request: LaunchRequest | None = None  # the request of our launcher, if it started this process
     is_known: bool = False  # whether `handover` has been read, or set
-    is_taken: bool = False  # whether a Trainer has asked for the handover
-    asked: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has asked for
+    is_taken: bool = False  # whether a Trainer has read the handover
+    read: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has read
     of_call: Overrides | None = None  # the settings of the call of `launch` that runs in this worker
 
 
@@ -117,7 +117,7 @@ def handover() -> Handover | None:
 def overrides_for_script(*names: str) -> Overrides:
     """Return the values of the settings `names` that were given outside the script. For a script without a Trainer."""
     found = _handover()
-    _from_launcher.asked.update(names)
+    _from_launcher.read.update(names)
     if found is None:
         return Overrides()
     return found.overrides.only(names)
@@ -163,7 +163,7 @@ def running_script() -> Overrides:
 
 
 def unused_settings() -> list[str]:
-    """Return the settings given outside the script that nothing in this worker has asked for.
+    """Return the settings given outside the script that nothing in this worker has read.
 
     They include a backend that divides the model among the processes, because it has only started the workers.
     """
@@ -177,7 +177,7 @@ def unused_settings() -> list[str]:
         if name == "backend" and REGISTRY[value].cuts_model:
             names.append(f"{name}={value}")
         names += [f"{name}.{option}" for option in value] if isinstance(value, Mapping) else [name]
-    return [name for name in names if name not in used and name not in _from_launcher.asked]
+    return [name for name in names if name not in used and name not in _from_launcher.read]
 
 
 def has_trainer() -> bool:

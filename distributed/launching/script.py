@@ -37,7 +37,9 @@ def _check_syntax(script: str, source: bytes) -> None:
         warnings.simplefilter("ignore")
         try:
             compile(source, script, "exec", dont_inherit=True)
-        except (SyntaxError, ValueError) as error:  # Python 3.11 raises ValueError for a null byte
+        # Workaround (Python 3.11, python/cpython#96670; ValueError may go when Python 3.12 is the oldest supported one): Python
+        # raises it for a null byte.
+        except (SyntaxError, ValueError) as error:
             message = "".join(traceback.format_exception_only(error)).rstrip()
             raise ScriptError(f"script {script!r} does not compile:\n{message}") from None
         except (RecursionError, MemoryError):  # nested too deeply for the compiler: the workers will report it

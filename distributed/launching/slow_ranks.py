@@ -92,7 +92,7 @@ class SlowWatch:
 
     All ranks of a training need the same time for an update, because they wait for each other. The watch therefore compares the time
     without waiting: data and compute. If the engine does not measure the waiting, the compute time of every rank is taken to be the
-    shortest time of all ranks from the batch to the end of the update. In this case, only slow data is noticed.
+    shortest time of all ranks from the batch to the end of the update. In this case, only slow data is detected.
     """
 
     def __init__(self) -> None:

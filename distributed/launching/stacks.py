@@ -16,6 +16,7 @@ from pathlib import Path
 from distributed.config.registry import REGISTRY
 from distributed.launching.causes import is_ours, is_users
 from distributed.launching.heartbeat import Board
+from distributed.runs.processes import stat_of
 
 _ANSWER_S = 3.0  # time for a worker to answer
 _PY_SPY_S = 5.0
@@ -52,9 +53,8 @@ def why_silent(pid: int) -> str:
 
 
 def _state_of(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
+    stat = stat_of(pid)
+    return "" if stat is None else stat.state
 
 
 def seen_from_outside(pid: int) -> str:

@@ -3,6 +3,8 @@
 Workaround (Ray 2.60, no upstream issue known; may go when all processes of a cluster end with it): some of Ray's
 processes outlive a cluster that was killed, because they are descendants in sessions of their own. A subreaper between
 the caller and the function inherits every orphan below it and kills what is left (Linux: PR_SET_CHILD_SUBREAPER).
+
+The children are found in /proc, without psutil: the launcher does not depend on it (see `runs.processes`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.launching.forking import fork
-from distributed.runs.processes import STOP_SIGNALS
+from distributed.runs.processes import STOP_SIGNALS, stat_of
 from distributed.state import OnEvent
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -105,11 +107,5 @@ def _kill_all_below(subreaper: int) -> None:
 
 
 def _children(parent: int) -> list[int]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == parent:
-                found.append(int(entry.name))
-    return found
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if (stat := stat_of(pid)) is not None and stat.parent == parent]

@@ -61,7 +61,7 @@ class _Rank:
     ended: float = 0.0
     reached: tuple[int, int] = (0, 0)  # see Failure, also for the next two
     phase: str = ""
-    place: str = ""
+    location: str = ""
     log_start: int = 0  # the size of its log when it started
 
     def failure(self) -> Failure | None:
@@ -79,7 +79,9 @@ class _Rank:
     def left(self) -> Failure:
         """Return the end of the worker as a failure, even if it ended with code 0 while others still needed it."""
         assert self.status is not None
-        about: dict[str, Any] = {"node": self.node, "reached": self.reached, "phase": self.phase, "place": self.place}
+        about: dict[str, Any] = {
+            "node": self.node, "reached": self.reached, "phase": self.phase, "location": self.location,
+        }  # fmt: skip
         if self.status < 0:
             return Failure(self.rank, "signal", self.ended, signum=-self.status, **about)
         return Failure(self.rank, "exit", self.ended, exit_code=self.status, **about)
@@ -173,7 +175,7 @@ class Verdicts:
                 rank = self._ranks[message["local_rank"]]
                 rank.status, rank.ended = message["status"], message["time"]
                 rank.reached, rank.phase = _reached_in(message), rank.phase or message.get("phase", "")
-                rank.place = rank.place or message.get("place", "")
+                rank.location = rank.location or message.get("location", "")
             else:
                 self._add_event(message)
             self._changed.notify_all()
@@ -207,13 +209,13 @@ class Verdicts:
             elif message["kind"] == "unshared":
                 rank.is_unshared = True
             elif message["kind"] == "leaves":
-                rank.place, rank.phase = message["place"], message.get("phase", "")
+                rank.location, rank.phase = message["location"], message.get("phase", "")
             elif message["kind"] in ("error", "raises") and rank.reported is None:
                 kind = "error" if message["is_message_enough"] else "exception"
                 failure = Failure(
                     message["rank"], kind, message["time"], message["type"], message["message"], message["traceback"],
                     message["exit_code"], node=rank.node, reached=_reached_in(message), phase=message.get("phase", ""),
-                    place=message.get("place", ""), is_echo=message.get("is_echo", False),
+                    location=message.get("location", ""), is_echo=message.get("is_echo", False),
                     micro_batch=message.get("micro_batch", 0),
                 )  # fmt: skip
                 if message["kind"] == "error":
@@ -232,7 +234,7 @@ class Verdicts:
     # the verdict
 
     def judge(self, restarts_left: int) -> Verdict:
-        """Return the verdict now. Wait up to `monitor_interval` for a message, so that an end is noticed immediately."""
+        """Return the verdict now. Wait up to `monitor_interval` for a message, so that an end is detected immediately."""
         with self._changed:
             if not self._is_news():
                 self._changed.wait(self._request.monitor_interval)
@@ -476,7 +478,7 @@ def _facts_of(cause: Failure) -> dict[str, Any]:
     """Return what is known of a failure besides its rank and cause, for its event."""
     fit, step = cause.reached
     facts = {
-        "kind": cause.kind, "in_step": step if fit else None, "phase": cause.phase, "place": cause.place,
+        "kind": cause.kind, "in_step": step if fit else None, "phase": cause.phase, "place": cause.location,
         "traceback": cause.traceback if cause.kind == "exception" else "",
     }  # fmt: skip
     return {name: value for name, value in facts.items() if value not in (None, "")}

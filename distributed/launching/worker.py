@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from distributed.config.merging import Overrides
 from distributed.errors import TrainingInterrupted
-from distributed.launching.causes import place_of, place_of_caller
+from distributed.launching.causes import location_of, location_of_caller
 from distributed.launching.engines import has_joined, seed_generators, use_store
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.environments.registry import worker_environment
@@ -119,14 +119,14 @@ def _before_hard_exit(act: Callable[[], None], on_event: OnEvent) -> Iterator[No
     """Report where the script calls `os._exit`, because this call skips all cleanup. Call `act` before `os._exit(0)`."""
     leave, worker = os._exit, os.getpid()
 
-    def leave_with_word(status: int) -> NoReturn:
+    def report_and_exit(status: int) -> NoReturn:
         if os.getpid() == worker:  # not in a process that the script has forked
-            on_event({"kind": "leaves", "place": place_of_caller(sys._getframe(1))})
+            on_event({"kind": "leaves", "location": location_of_caller(sys._getframe(1))})
             if status == 0:
                 act()
         leave(status)
 
-    os._exit = leave_with_word
+    os._exit = report_and_exit
     try:
         yield
     finally:
@@ -164,7 +164,7 @@ def _run(request: LaunchRequest, on_event: OnEvent, found: WorkerEnvironment | N
         on_event({"kind": "interrupted", "signum": end.signum})
         return 128 + end.signum
     except SystemExit as end:
-        on_event({"kind": "leaves", "place": place_of(end), "phase": phase_of(end).in_fit})
+        on_event({"kind": "leaves", "location": location_of(end), "phase": phase_of(end).in_fit})
         return _exit_code(end)
     except KeyboardInterrupt:
         on_event({"kind": "interrupted", "signum": int(signal.SIGINT)})

@@ -152,13 +152,12 @@ class _Server:
 
 
 def _main(fd: int, preload: list[str]) -> Any:
-    from distributed.runs.processes import leave, skip_teardown
+    from distributed.launching.forking import shared_imports
+    from distributed.runs.processes import leave
 
-    skip_teardown()
-    gc.disable()  # imports leave little garbage, and a collection would copy memory pages that the children share
-    for name in preload:
-        importlib.import_module(name)
-    gc.freeze()
+    with shared_imports():
+        for name in preload:
+            importlib.import_module(name)
     _Server(socket.socket(fileno=fd)).serve()
     leave(0)
 

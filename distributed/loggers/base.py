@@ -104,7 +104,7 @@ class ValueTracker(Tracker, abc.ABC):
 
 
 def is_on_mlflow(merged: MergedConfig) -> bool:
-    """Return whether a fit is logged to MLflow: it was asked for, or an experiment or a name for the model is given."""
+    """Return whether a fit is logged to MLflow: the logger is given, or an experiment or a name for the model is given."""
     config = merged.config
     if "mlflow" in config.logger_names:
         return True
@@ -117,7 +117,7 @@ def hyperparameters(fit: LoggedFit) -> dict[str, Any]:
     """Return by name the settings given for this run, the hyperparameters of a sweep, and values by which runs are compared."""
     config, known = fit.merged.config.to_dict(), rules(DistributedConfig)
     names = ("seed", *(name for name in fit.merged.sources if name in known))
-    values = {name: config[name] for name in names if name not in _PATHS and known[name].group != MONITORING}
+    values = {name: config[name] for name in names if name not in _PATHS and known[name].section != MONITORING}
     options = {
         f"{group}.{option}": value
         for group, chosen in values.items()

@@ -58,7 +58,7 @@ class Display:
         kind = str(event.get("kind"))
         with self._lock:
             if kind == "error":
-                self._show_line(str(event.get("text") or event.get("message")), to_stderr=True)
+                self._show_line(str(event["text"]), to_stderr=True)
             elif kind == "warning":
                 self._show_line(f"warning: {event['text']}", to_stderr=True)
             elif kind == "verbose":

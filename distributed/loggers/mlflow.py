@@ -179,7 +179,7 @@ class MlflowLogger(ValueTracker):
         """
         config = self._fit.merged.config
         names = [
-            n for n, rule in rules(DistributedConfig).items() if rule.group in (TRAINING, VALIDATION, OPTIMIZATION)
+            n for n, rule in rules(DistributedConfig).items() if rule.section in (TRAINING, VALIDATION, OPTIMIZATION)
         ]
         values = {name: getattr(config, name) for name in (*names, "data")}
         same = [
@@ -393,7 +393,7 @@ def _now() -> int:
 def patience(run_dir: Path, uri: str) -> float:
     """Return the seconds that the start of a run waits for its id from MLflow.
 
-    Return 0 for a trial if the server has not returned the id of the search's run either.
+    Return 0 for a trial if the server has not returned the id of the sweep's run either.
     """
     sweep = RunRecord.of_sweep(run_dir)
     if not tracking_uri.is_remote(uri):
@@ -404,7 +404,8 @@ def patience(run_dir: Path, uri: str) -> float:
 def retry_once() -> str | None:
     """Set the number of retries to 1, unless the user has set it. Return the argument for `retry_as_before`.
 
-    MLflow's default of seven retries (3.17) blocks a call for four minutes if the server does not answer.
+    Workaround (MLflow 3.17.2, mlflow/mlflow#14247; may go when a call can limit its retries): with the default of seven retries, a
+    call blocks for four minutes if the server does not answer.
     """
     before = os.environ.get(_RETRIES)
     os.environ.setdefault(_RETRIES, "1")
@@ -418,7 +419,11 @@ def retry_as_before(before: str | None) -> None:
 
 
 def import_quietly() -> None:
-    """Import MLflow without its telemetry, which MLflow (3.17) sends unless it is disabled before the import."""
+    """Import MLflow without its telemetry. Raises ResourceError if MLflow does not load.
+
+    Workaround (MLflow 3.17.2, no upstream issue known; may go when MLflow sends no telemetry by default): it reads the variable
+    during its import.
+    """
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     try:
         importlib.import_module("mlflow")

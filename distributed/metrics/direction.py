@@ -25,7 +25,7 @@ _NEGATED = {"neg", "negated", "negative"}
 # A word in a name (upper case, lower case or capitalised), first without and then with the digits after it.
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _WORD_WITH_DIGITS = re.compile(r"(?:[A-Z]+(?![a-z])|[A-Z]?[a-z]+)[0-9]*")
-# Modules of losses. Their names do not always show the direction: Keras (3.15) negates its cosine similarity.
+# Modules of losses. Their names do not always show the direction: Keras negates its cosine similarity.
 _LOSSES = ("keras.losses", "keras.src.losses", "torch.nn.modules.loss")
 
 

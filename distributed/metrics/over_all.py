@@ -14,7 +14,14 @@ TRANSFORMS = ("argmax", "softmax", "sigmoid")
 
 @dataclasses.dataclass(frozen=True)
 class OverAll:
-    """The result of `over_all`: a function and how to call it."""
+    """The result of `over_all`: a function and how to call it.
+
+    Attributes:
+        function: the function.
+        transform: what to keep of the outputs of each batch, or None for all of them.
+        training: whether the metric is computed in training too.
+        arguments: further keyword arguments of `function`.
+    """
 
     function: Callable[..., Any]
     transform: Callable[[Any], Any] | str | None = None
@@ -44,6 +51,9 @@ def over_all(
             along their last dimension. A class index needs less memory than the scores of all classes.
         training: whether to compute the metric in training too, over the epoch so far.
         arguments: further keyword arguments of `function`, such as `average="macro"`.
+
+    Returns:
+        The metric, as an entry of `metrics`.
 
     Raises:
         ConfigError: `function` is not a function, or `transform` is unknown.

@@ -1,4 +1,4 @@
-"""report.html, a page with the curves, times, events and settings of runs or of a search; what is logged in a run belongs in `loggers`."""
+"""report.html, a page with the curves, times, events and settings of runs or of a sweep; what is logged in a run belongs in `loggers`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FILE = "report.html"
 
 
 def report_text(paths: Sequence[Path]) -> str:
-    """Return the page of one run or search, or of several runs side by side.
+    """Return the page of one run or sweep, or of several runs side by side.
 
     This function only reads files, so the runs may still be running.
 
     Args:
-        paths: run directories, or the directory of one search.
+        paths: run directories, or the directory of one sweep.
 
     Raises:
-        ConfigError: a path is not a run, or a search is combined with other paths.
+        ConfigError: a path is not a run, or a sweep is combined with other paths.
         ResourceError: bokeh is not installed.
     """
     from distributed.report import sweep, tables
@@ -39,9 +39,17 @@ def report_text(paths: Sequence[Path]) -> str:
 
 
 def write_report(paths: Sequence[Path], output: Path) -> Path:
-    """Write the page of `paths` to `output` atomically and return `output`.
+    """Write the page of `paths` to `output` atomically.
 
-    Raises ConfigError if `output` cannot be written, and the errors of `report_text`.
+    Args:
+        paths: as for `report_text`.
+        output: the file to write. An existing file is replaced.
+
+    Returns:
+        `output`.
+
+    Raises:
+        ConfigError: `output` cannot be written. The errors of `report_text` can be raised too.
     """
     text = report_text(paths)
     stage = output.with_name(f".{output.name}.tmp")

@@ -23,7 +23,7 @@ def logged_sections(run: RunData) -> list[Section]:
         newest[str(record.get("name")), str(record.get("rank"))] = record
     shown = [_shown(run.path, record) for record in list(newest.values())[:_MOST]]
     if len(newest) > _MOST:
-        shown.append(f'<p class="note">{len(newest) - _MOST} more names: see RUN/media</p>')
+        shown.append(f'<p class="caption">{len(newest) - _MOST} more names: see RUN/media</p>')
     return [Section("Logged", "\n".join(shown))] if shown else []
 
 
@@ -35,7 +35,7 @@ def _shown(run_dir: Path, record: Record) -> str:
 
 def _body(run_dir: Path, path: Path, kind: str) -> str:
     if not is_below(path, run_dir / "media"):
-        return f'<p class="note">{escape(path.name)} is not in RUN/media</p>'
+        return f'<p class="caption">{escape(path.name)} is not in RUN/media</p>'
     try:
         size = path.stat().st_size
         if kind in ("text", "table"):
@@ -43,10 +43,10 @@ def _body(run_dir: Path, path: Path, kind: str) -> str:
                 text = file.read(_LARGEST)
             return _table(text) if kind == "table" else f"<pre>{escape(text[:_LETTERS])}</pre>"
         if size > _LARGEST:
-            return f'<p class="note">{escape(path.name)} has {size / 1e6:.1f} MB: see RUN/media</p>'
+            return f'<p class="caption">{escape(path.name)} has {size / 1e6:.1f} MB: see RUN/media</p>'
         content = base64.b64encode(path.read_bytes()).decode()
     except OSError as error:
-        return f'<p class="note">{escape(path.name)} cannot be read ({escape(error.strerror)})</p>'
+        return f'<p class="caption">{escape(path.name)} cannot be read ({escape(error.strerror)})</p>'
     if kind == "audio":
         return f'<audio controls src="data:audio/wav;base64,{content}"></audio>'
     return f'<img alt="" src="data:image/png;base64,{content}">'

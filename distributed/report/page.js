@@ -101,7 +101,7 @@
   function lines(panel, shared) {
     const values = panel.lines.flatMap((line) => line.data.y).filter((v) => v !== null);
     const canLog = values.length > 0 && values.every((v) => v > 0);
-    const isLog = chosen.scale === "log" && canLog && panel.group !== "Scaling";
+    const isLog = chosen.scale === "log" && canLog && panel.heading !== "Scaling";
     const fig = newFigure(panel, 260, {
       y_axis_label: panel.y, y_axis_type: isLog ? "log" : "linear", ...(panel.x === "run" ? { x_range: shared } : {}),
       y_range: new Bokeh.DataRange1d({
@@ -288,16 +288,16 @@
     document.body.dataset.drawn = String(Number(document.body.dataset.drawn ?? 0) + 1);
   }
 
-  function choose(group, value) {
-    chosen[group] = value;
-    for (const button of document.querySelectorAll(`[data-group="${group}"]`)) {
+  function choose(control, value) {
+    chosen[control] = value;
+    for (const button of document.querySelectorAll(`[data-control="${control}"]`)) {
       button.setAttribute("aria-pressed", String(button.dataset.value === value));
     }
     draw();
   }
 
-  for (const button of document.querySelectorAll("[data-group]")) {
-    button.onclick = () => choose(button.dataset.group, button.dataset.value);
+  for (const button of document.querySelectorAll("[data-control]")) {
+    button.onclick = () => choose(button.dataset.control, button.dataset.value);
   }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   for (const cell of document.querySelectorAll("[data-color]")) cell.style.borderTopColor = `var(--series-${cell.dataset.color % 7})`;

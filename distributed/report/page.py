@@ -84,7 +84,7 @@ def page(
         f'<h1>{escape(title)}</h1>\n<p class="under">{escape(under)}</p>',
         *map(_section, before),
         _CONTROLS if panels else "",
-        *_groups(panels),
+        *_plots(panels),
         *map(_section, after),
         f"<footer>{_FOOTER}</footer>\n</main>",
         f'<script type="application/json" id="page-data">{_inline_json(data)}</script>',
@@ -94,11 +94,11 @@ def page(
 
 _UNITS = (("s", 1, 300), ("min", 60, 4 * 3600), ("h", 3600, 4 * 86400), ("days", 86400, float("inf")))
 _CONTROLS = """<div class="controls"><div><span>Axis</span>
-<button data-group="axis" data-value="step" aria-pressed="true">step</button>
-<button data-group="axis" data-value="time" aria-pressed="false">time</button></div>
+<button data-control="axis" data-value="step" aria-pressed="true">step</button>
+<button data-control="axis" data-value="time" aria-pressed="false">time</button></div>
 <div><span>Scale</span>
-<button data-group="scale" data-value="linear" aria-pressed="true">linear</button>
-<button data-group="scale" data-value="log" aria-pressed="false">log</button></div></div>"""
+<button data-control="scale" data-value="linear" aria-pressed="true">linear</button>
+<button data-control="scale" data-value="log" aria-pressed="false">log</button></div></div>"""
 _FOOTER = (
     f"A curve of more than {2 * STRETCHES} points shows the smallest and the largest value of each of {STRETCHES} equal"
     " stretches. A click in a legend hides a line. Times count from the first record of a run."
@@ -125,20 +125,19 @@ def _section(section: Section) -> str:
     return f"<section>\n{heading}{section.body}\n</section>"
 
 
-def _groups(panels: Sequence[Panel]) -> Iterable[str]:
-    """Yield the HTML of each group of panels: its heading, and an empty element for each plot."""
-    groups = dict.fromkeys(panel.group for panel in panels)
-    for group in groups:
-        inside = [_panel_html(number, panel) for number, panel in enumerate(panels) if panel.group == group]
-        yield f'<h2>{escape(group)}</h2>\n<div class="panels">\n' + "\n".join(inside) + "\n</div>"
+def _plots(panels: Sequence[Panel]) -> Iterable[str]:
+    """Yield the HTML of each heading: the heading itself, and an empty element for each plot below it."""
+    for heading in dict.fromkeys(panel.heading for panel in panels):
+        inside = [_panel_html(number, panel) for number, panel in enumerate(panels) if panel.heading == heading]
+        yield f'<h2>{escape(heading)}</h2>\n<div class="panels">\n' + "\n".join(inside) + "\n</div>"
 
 
 def _panel_html(number: int, panel: Panel) -> str:
-    note = f'<p class="note">{escape(panel.note)}</p>' if panel.note else ""
+    caption = f'<p class="caption">{escape(panel.caption)}</p>' if panel.caption else ""
     wide = " wide" if panel.is_wide else ""
     return (
         f'<article class="panel{wide}" id="panel-{number}"><h3>{escape(panel.title)}</h3><div class="legend"></div>'
-        f'<div class="scroll"><div class="plot"></div></div>{note}</article>'
+        f'<div class="scroll"><div class="plot"></div></div>{caption}</article>'
     )
 
 

@@ -69,8 +69,8 @@ class Panel:
     title: str
     y: str = ""
     x: str = "run"
-    note: str = ""
-    group: str = ""  # the heading of the panel's group on the page
+    caption: str = ""
+    heading: str = ""  # the heading above the panel
     is_wide: bool = False
     lines: Sequence[Line] = ()
     marks: Sequence[Mapping[str, Any]] = ()  # vertical lines: step, time, text
@@ -87,9 +87,9 @@ def run_panels(runs: Sequence[RunData]) -> list[Panel]:
     speed = [_metric(runs, name, cuts) for name in others if name == "samples_per_second"]
     speed += [_time_split(runs[0], cuts)] if len(runs) == 1 else [_time_bars(runs)]
     speed += [_ranks(runs[0], cuts)] if len(runs) == 1 else [_imbalance(runs)]
-    panels += [dataclasses.replace(panel, group="Speed") for panel in speed]
+    panels += [dataclasses.replace(panel, heading="Speed") for panel in speed]
     optimizer = [_metric(runs, name, cuts) for name in others if name != "samples_per_second"]
-    panels += [dataclasses.replace(panel, group="Optimizer") for panel in optimizer]
+    panels += [dataclasses.replace(panel, heading="Optimizer") for panel in optimizer]
     return [panel for panel in panels if panel.lines]
 
 
@@ -119,10 +119,10 @@ def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any
                 in_legend=(is_alone and name not in _LAST) or (not is_alone and not is_val),
             ))  # fmt: skip
     missing = sum(num_not_finite((*run.train, *run.val), name) for run in runs)
-    notes = [f"{missing} value{'s' * (missing > 1)} not finite (gaps)"] if missing else []
+    parts = [f"{missing} value{'s' * (missing > 1)} not finite (gaps)"] if missing else []
     if len(runs) > 1 and any(name in record for run in runs for record in run.val):
-        notes.append("solid: training, dashed: validation")
-    return Panel("lines", title, unit, lines=lines, note="; ".join(notes), marks=marks, group="Training")
+        parts.append("solid: training, dashed: validation")
+    return Panel("lines", title, unit, lines=lines, caption="; ".join(parts), marks=marks, heading="Training")
 
 
 def _last(records: Sequence[Record], name: str) -> str:
@@ -157,8 +157,8 @@ def _events(runs: Sequence[RunData]) -> Panel:
                 color = list(EVENTS).index(kind) % 7 if len(runs) == 1 else number
                 lines.append(Line(row, color, {**data, "text": about, "kind": [kind] * len(about)}))
     more = {"rows": list(dict.fromkeys(line.name for line in lines)), "kinds": EVENTS}
-    note = "" if len(runs) == 1 else "circles: checkpoints, crosses: failures, triangles: resumed"
-    return Panel("events", "Events", lines=lines, group="Training", is_wide=True, more=more, note=note)
+    caption = "" if len(runs) == 1 else "circles: checkpoints, crosses: failures, triangles: resumed"
+    return Panel("events", "Events", lines=lines, heading="Training", is_wide=True, more=more, caption=caption)
 
 
 def _kinds(run: RunData) -> list[tuple[str, int | str | None]]:
@@ -269,8 +269,8 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
         lines.append(Line(f"median of {len(means)} ranks", -1, points(middle, "median", _MS), is_dashed=True))
     slowest, ratio = next(iter(means)), _imbalance_of(means)
     behind = f"{ratio:.2f} x the {'other' if len(means) == 2 else 'median of the others'}"
-    note = f"data and compute, without waiting for others; slowest: {_rank(run, slowest)}, {behind}"
-    return Panel("lines", "Time of each rank", "ms per update", lines=lines, note=note, marks=marks)
+    caption = f"data and compute, without waiting for others; slowest: {_rank(run, slowest)}, {behind}"
+    return Panel("lines", "Time of each rank", "ms per update", lines=lines, caption=caption, marks=marks)
 
 
 def _rank(run: RunData, name: str) -> str:
@@ -299,8 +299,8 @@ def _imbalance(runs: Sequence[RunData]) -> Panel:
             for record in run.times
         ]
         lines.append(Line(run.label, number, points(records, "ratio"), label=f"{_imbalance_of(rank_means(run)):.2f}"))
-    note = "1: all ranks need the same time for data and compute"
-    return Panel("lines", "Slowest rank", "times the median of the others", lines=lines, note=note)
+    caption = "1: all ranks need the same time for data and compute"
+    return Panel("lines", "Slowest rank", "times the median of the others", lines=lines, caption=caption)
 
 
 # ------------------------------------------------------------------ scaling
@@ -316,7 +316,7 @@ def scaling_panels(runs: Sequence[RunData]) -> list[Panel]:
     found = {backend: dict(sorted(rates.items())) for backend, rates in found.items() if len(rates) > 1}
     if not found:
         return []
-    note = "measured over each whole run; the fastest of several runs is shown"
+    caption = "measured over each whole run; the fastest of several runs is shown"
     speed, efficiency = [], []
     for number, (backend, rates) in enumerate(found.items()):
         worlds = list(rates)
@@ -333,7 +333,7 @@ def scaling_panels(runs: Sequence[RunData]) -> list[Panel]:
         ))  # fmt: skip
     base = "the smallest number of processes is 100 %"
     return [
-        Panel("lines", "Scaling", "samples per second", "processes", note, "Scaling", lines=speed, more=_WHOLE),
+        Panel("lines", "Scaling", "samples per second", "processes", caption, "Scaling", lines=speed, more=_WHOLE),
         Panel(
             "lines",
             "Efficiency",

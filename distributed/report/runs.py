@@ -134,7 +134,7 @@ def _check(run: RunDirectory) -> None:
     inside = sorted(each.parent.name for each in path.glob("*/metrics.jsonl"))
     hint = f"it contains runs, such as {str(path / inside[-1])!r}: name" if inside else "name"
     raise ConfigError(
-        f"{str(path)!r} is not a run directory (it has no metrics.jsonl): {hint} a run, or a search's directory"
+        f"{str(path)!r} is not a run directory (it has no metrics.jsonl): {hint} a run, or a sweep's directory"
     )
 
 

@@ -1,4 +1,4 @@
-"""The plots of a search: every trial, all parameters together, and the importance of each."""
+"""The plots of a sweep: every trial, all parameters together, and the importance of each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FEW = 5  # up to this number of values, all values of a parameter are written b
 
 @dataclasses.dataclass(frozen=True)
 class TrialData:
-    """One trial. `value` is the search's metric, NaN if the trial reported none."""
+    """One trial. `value` is the sweep's metric, NaN if the trial reported none."""
 
     id: str
     config: Mapping[str, Any]
@@ -64,7 +64,7 @@ class SweepData:
 
 
 def read_sweep(directory: Path) -> SweepData:
-    """Return the search in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
+    """Return the sweep in `directory`. Raises ConfigError if its file cannot be read or lists no trials."""
     path = directory / FILE
     try:
         content = parse_json(read_bytes(path, MAX_JSON_BYTES))
@@ -96,13 +96,13 @@ def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> TrialDat
 
 
 def sweep_panels(sweep: SweepData) -> list[Panel]:
-    """Return the panels of a search: trials in order, their curves, parallel coordinates, importance."""
+    """Return the panels of a sweep: trials in order, their curves, parallel coordinates, importance."""
     panels = [_trials(sweep), _curves(sweep), _parallel(sweep), _importance(sweep)]
-    return [dataclasses.replace(panel, group="Sweep") for panel in panels if panel.lines or panel.more]
+    return [dataclasses.replace(panel, heading="Sweep") for panel in panels if panel.lines or panel.more]
 
 
 def _trials(sweep: SweepData) -> Panel:
-    """Return the panel of each trial's metric in the order of the search, and of the best so far."""
+    """Return the panel of each trial's metric in the order of the sweep, and of the best so far."""
     found = [(number, trial) for number, trial in enumerate(sweep.trials, 1) if math.isfinite(trial.value)]
     numbers = [number for number, _ in found]
     better = max if sweep.mode == "max" else min
@@ -124,10 +124,10 @@ def _trials(sweep: SweepData) -> Panel:
         ),
     ]
     lost = len(sweep.trials) - len(found)
-    note = f"{lost} trial{'s' * (lost > 1)} reported no {sweep.metric}" if lost else ""
+    caption = f"{lost} trial{'s' * (lost > 1)} reported no {sweep.metric}" if lost else ""
     more = {"is_whole": True, "points_only": "trial"}
     return Panel(
-        "lines", "Trials", sweep.metric, "trial", note, lines=lines if found else (), more=more if found else {}
+        "lines", "Trials", sweep.metric, "trial", caption, lines=lines if found else (), more=more if found else {}
     )
 
 
@@ -143,8 +143,8 @@ def _curves(sweep: SweepData) -> Panel:
                 name, 1 if index == 0 else -1, {**data, "text": [text] * len(data["y"])}, is_faint=index > 0,
                 label=trial.id if index == 0 else "", has_points=len(data["y"]) < 3,
             ))  # fmt: skip
-    note = f"the {_MAX_CURVES} best of {len(sweep.done)}" if len(sweep.done) > _MAX_CURVES else ""
-    return Panel("lines", "Curves of the trials", sweep.metric, lines=lines, note=note)
+    caption = f"the {_MAX_CURVES} best of {len(sweep.done)}" if len(sweep.done) > _MAX_CURVES else ""
+    return Panel("lines", "Curves of the trials", sweep.metric, lines=lines, caption=caption)
 
 
 def _curve(metric: str, trial: TrialData) -> dict[str, list[float | None]] | None:
@@ -179,10 +179,10 @@ def _parallel(sweep: SweepData) -> Panel:
         }
         for trial, height in zip(trials, heights, strict=True)
     ]
-    # The worst trials of a search are often outliers, so the colour follows the rank of the metric.
+    # The worst trials of a sweep are often outliers, so the colour follows the rank of the metric.
     more = {"axes": axes, "trials": lines, "metric": sweep.metric, "best": short(values[0]), "worst": short(values[-1])}
-    note = f"one line per trial; colour: {sweep.metric} by rank, the best is thick"
-    return Panel("parallel", "Parameters", note=note, is_wide=True, more=more)
+    caption = f"one line per trial; colour: {sweep.metric} by rank, the best is thick"
+    return Panel("parallel", "Parameters", caption=caption, is_wide=True, more=more)
 
 
 def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
@@ -238,13 +238,16 @@ def _importance(sweep: SweepData) -> Panel:
         return Panel("bars", title)
     if len(trials) < _MIN_TRIALS:
         return Panel(
-            "bars", title, note=f"needs {_MIN_TRIALS} finished trials, and there are {len(trials)}", more={"rows": []}
+            "bars",
+            title,
+            caption=f"needs {_MIN_TRIALS} finished trials, and there are {len(trials)}",
+            more={"rows": []},
         )
     try:
         shares = _importances(names, trials)
     except ImportError:
-        note = "needs scikit-learn: pip install 'distributed-trainer[report]'"
-        return Panel("bars", title, note=note, more={"rows": []})
+        caption = "needs scikit-learn: pip install 'distributed-trainer[report]'"
+        return Panel("bars", title, caption=caption, more={"rows": []})
     ordered = sorted(shares.items(), key=lambda item: -item[1])
     line = Line(
         "importance",
@@ -252,11 +255,11 @@ def _importance(sweep: SweepData) -> Panel:
         {"x": [short(value) for _, value in ordered], "y": [name for name, _ in ordered]},
         in_legend=False,
     )
-    note = (
+    caption = (
         f"how much worse a random forest over {len(trials)} trials predicts {sweep.metric} when one parameter is shuffled, as a"
         " share of the total"
     )
-    return Panel("bars", title, x="share", lines=[line], note=note, more={"rows": [name for name, _ in ordered]})
+    return Panel("bars", title, x="share", lines=[line], caption=caption, more={"rows": [name for name, _ in ordered]})
 
 
 def _importances(names: Sequence[str], trials: Sequence[TrialData]) -> dict[str, float]:

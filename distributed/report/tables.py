@@ -1,4 +1,4 @@
-"""The pages of one run, several runs and a search: the text and tables around the plots."""
+"""The pages of one run, several runs and a sweep: the text and tables around the plots."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compare_page(runs: Sequence[RunData]) -> str:
 
 
 def sweep_page(sweep: SweepData) -> str:
-    """Return the page of a search."""
+    """Return the page of a sweep."""
     return page(
         f"Sweep {sweep.path.resolve().name}", f"{sweep.metric}, {sweep.mode} is best; {_written()}",
         [Section("", _sweep_facts(sweep))], sweep_panels(sweep), [Section("Trials, the best first", _trials(sweep))], 0.0,
@@ -69,7 +69,7 @@ def _summary(run: RunData) -> str:
 def _settings(run: RunData) -> str:
     """Return the tables of the given settings, of hyperparameters, and, folded, of settings at their defaults."""
     if not run.settings:
-        return '<p class="note">no config.yaml</p>'
+        return '<p class="caption">no config.yaml</p>'
     given = {name: value for name, value in run.settings.items() if name in run.sources}
     rest = {name: value for name, value in run.settings.items() if name not in run.sources}
     text = (
@@ -120,11 +120,11 @@ def _differences(runs: Sequence[RunData]) -> str:
     """Return a table with one row per setting or hyperparameter that is not the same in all runs."""
     rows = [(name, *map(value_text, values)) for name, values in differences(runs).items()]
     if not rows:
-        return '<p class="note">none: the runs have the same settings</p>'
+        return '<p class="caption">none: the runs have the same settings</p>'
     return table(("setting", *(run.label for run in runs)), rows)
 
 
-# ------------------------------------------------------------------ a search
+# ------------------------------------------------------------------ a sweep
 
 
 def _sweep_facts(sweep: SweepData) -> str:

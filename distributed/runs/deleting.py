@@ -98,7 +98,7 @@ def size_of(path: Path) -> int:
 
 
 def kept_elsewhere(path: Path) -> list[str]:
-    """Return the places outside of the run directory `path` that have checkpoints or other files of the run."""
+    """Return the directories and addresses outside of the run directory `path` that have checkpoints or other files of the run."""
     recorded = read_recorded(path / "config.yaml")
     found = addresses_of(path)
     for name in ("checkpoint_dir", "tensorboard_dir"):

@@ -22,6 +22,7 @@ from typing import Any
 from distributed.config.kinds import COUNT, SECONDS, TEXT, Kind, check_kinds, optional
 from distributed.config.reading import JOURNAL, LimitError, json_lines
 from distributed.errors import ConfigError, ResourceError
+from distributed.runs.failures import last_failure_of
 from distributed.runs.processes import is_running
 
 _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before the first checkpoint
@@ -29,8 +30,7 @@ _LOCK = ".lock"
 _PART = ".part"  # file in the directory of a node other than node 0
 REMOTE = "remote.json"  # file with the address of the copy of the directory in object storage, if there is one
 JOB = "job"  # directory of the files for a scheduler, written before the run
-LEARNING_RATE = "learning-rate"  # directory of a learning rate finder in the run directory; further ones get a number
-FAILURES = ("worker_failed", "node_failed", "not_started")  # events with the reason why workers failed or did not start
+LEARNING_RATE = "learning-rate"  # directory of a learning-rate finder in the run directory; further ones get a number
 _EVENT = {
     "event": TEXT, "time": SECONDS, "step": COUNT, "checkpoint": TEXT, "cause": optional(TEXT),
     "traceback": optional(TEXT), "after": optional(TEXT), "rank": optional(COUNT), "in_step": COUNT,
@@ -248,7 +248,7 @@ class RunDirectory:
         return self.events.stat().st_size if self.events.exists() else 0
 
     def last_failure(self, begin: int) -> dict[str, Any] | None:
-        """Return the newest event from byte `begin` on with the reason why workers failed or did not start, or None."""
+        """Return the event with the cause of the newest attempt that failed, or None. Read the journal from byte `begin` on."""
         return last_failure_of(self.read_events(begin))
 
     def largest_micro_batch(self, fit: int) -> int:
@@ -289,7 +289,7 @@ class RunDirectory:
         return f" (did you mean {str(runs[close[0]])!r}?)" if close else ""
 
     def _names(self) -> set[str]:
-        """Return the names in the directory, without those that may exist before the run, such as a learning rate finder."""
+        """Return the names in the directory, without those that may exist before the run, such as `learning-rate`."""
         names = {entry.name for entry in self.path.iterdir()} if self.path.is_dir() else set()
         return {name for name in names if name not in (REMOTE, _PART) and not re.fullmatch(rf"{JOB}|{LEARNING_RATE}(-\d+)?", name)}
 
@@ -339,11 +339,6 @@ def _is_event(line: Any) -> bool:
     except ValueError:
         return False
     return "event" in line and "time" in line
-
-
-def last_failure_of(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the newest of `events` with the reason why workers failed or did not start, or None."""
-    return next((event for event in reversed(events) if event["event"] in FAILURES), None)
 
 
 def _this_process() -> str:

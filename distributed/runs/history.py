@@ -60,7 +60,7 @@ class History:
         return max(of_sets) if of_sets else best.get("accuracy", float("nan"))
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a data frame. Needs pandas."""
+        """Return the rows as a data frame, one row per entry of `rows`. Raises ImportError if pandas is missing."""
         import pandas
 
         return pandas.DataFrame(self.rows)

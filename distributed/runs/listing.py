@@ -13,7 +13,8 @@ from typing import Any
 from distributed.config.kinds import COUNT, check_kinds, optional
 from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
-from distributed.runs.directory import RunDirectory, last_failure_of
+from distributed.runs.directory import RunDirectory
+from distributed.runs.failures import last_failure_of
 from distributed.runs.nested import holder_of
 from distributed.runs.summary import read_result
 

@@ -22,7 +22,7 @@ def holder_of(path: Path) -> str:
     """
     run = RunDirectory(path)
     holder = run.holder()
-    # A trial of a search has its own lock, because it may have been killed while the search goes on.
+    # A trial of a sweep has its own lock, because it may have been killed while the sweep goes on.
     if holder or (run.was_locked and not _PART.fullmatch(path.name)):
         return holder
     return next((holder for _, holder in _holders_above(path)), "")

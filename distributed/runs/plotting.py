@@ -39,12 +39,12 @@ def plot_history(history: History, path: str | Path | None = None) -> Figure:
     names = metric_names(history.rows)
     losses = [name for name in names if _base(name) == "loss"]
     others = [name for name in names if _base(name) != "loss"]
-    groups = [group for group in (losses, others) if group]
-    figure = new_figure(5.0 * max(1, len(groups)))
+    plots = [names for names in (losses, others) if names]
+    figure = new_figure(5.0 * max(1, len(plots)))
     figure.suptitle(_title(history))
-    for position, group in enumerate(groups):
-        axes = figure.add_subplot(1, len(groups), position + 1)
-        _draw(axes, history.rows, group)
+    for position, shown in enumerate(plots):
+        axes = figure.add_subplot(1, len(plots), position + 1)
+        _draw(axes, history.rows, shown)
     if path is not None:
         save_figure(figure, Path(path))
     return figure
@@ -83,9 +83,9 @@ def _draw(axes: Axes, rows: Sequence[dict[str, float]], names: Sequence[str]) ->
 
     epochs = [row.get("epoch", i + 1) for i, row in enumerate(rows)]
     is_by_steps = len(set(epochs)) < len(epochs)
-    places = [row["step"] for row in rows] if is_by_steps else epochs
+    x = [row["step"] for row in rows] if is_by_steps else epochs
     for position, name in enumerate(names):
-        where = [index for index, row in zip(places, rows, strict=True) if name in row]
+        where = [at for at, row in zip(x, rows, strict=True) if name in row]
         values = [row[name] for row in rows if name in row]
         style = "--" if name.startswith(_VAL) else "-"
         axes.plot(where, values, style, color=f"C{position}", marker="o", markersize=3, label=name)

@@ -1,6 +1,8 @@
 """Signals and lifetimes of processes, as the launcher and its children use them.
 
-psutil is not used: the launcher does not depend on it, and of these functions it could replace only `is_running`.
+psutil is not used: the launcher does not depend on it, and of these functions it could replace only `is_running` and `stat_of`.
+psutil computes the start time of a process from the clock of the machine, so that the time changes when the clock is set. The start
+in /proc never changes, and identifies the process in the files of a run.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TextIO
+from typing import NamedTuple, NoReturn, TextIO
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  # after one of these signals, a run saves its state and ends
 # With this signal the launcher makes the workers of a run save and end, so that the run goes on with another number of them. They
@@ -90,11 +92,31 @@ def is_running(pid: int) -> bool:
     """Return whether process `pid` is running. A zombie is not. Return True if that cannot be determined."""
     if not Path("/proc/self/stat").exists():
         return True
+    stat = stat_of(pid)
+    return stat is not None and not stat.has_ended
+
+
+class ProcessStat(NamedTuple):
+    """Facts about a process from its file /proc/PID/stat (proc(5))."""
+
+    state: str  # one letter, such as "R" or "T"
+    parent: int  # the process id of the parent
+    started: str  # clock ticks from the boot of the machine to the start of the process
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended, and only waits for its parent to read its exit code."""
+        return self.state in ("Z", "X")
+
+
+def stat_of(pid: int) -> ProcessStat | None:
+    """Return facts about process `pid`, or None if there is no such process or no /proc."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
-        return False
-    return state not in ("Z", "X")
+        return None
+    fields = text.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain blanks
+    return ProcessStat(fields[0], int(fields[1]), fields[19])
 
 
 def skip_teardown() -> None:

@@ -142,7 +142,7 @@ def _value(run: RunState, name: str) -> Any:
 
 
 def _dotted(values: Mapping[str, Any], name: str) -> Any:
-    """Return the value of `name` or, for GROUP.OPTION, of the option in its group."""
+    """Return the value of `name` or, for GROUP.OPTION, of the option in its option group."""
     group, dot, option = name.partition(".")
     if name not in values and dot and isinstance(values.get(group), Mapping):
         return values[group].get(option)

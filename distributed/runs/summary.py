@@ -90,7 +90,7 @@ class Result:
     def write_failed(self, state: TrainState, checkpoint: Path | None, error: BaseException) -> None:
         """Write the result of a run that ended with `error`."""
         status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        self.write(status, state, checkpoint, _one_line(error))
+        self.write(status, state, checkpoint, one_line(error))
 
 
 def close_results(run: RunDirectory, code: int, error: str | None, on_end: Callable[[RunDirectory, int], None]) -> None:
@@ -117,7 +117,7 @@ def is_training(run: RunDirectory) -> bool:
 
 
 def _result_files(run: RunDirectory) -> list[Path]:
-    """Return the result files of the run, of its further fits and of its learning rate finders. The first one may not exist."""
+    """Return the result files of the run, of its further fits and of its learning-rate finders. The first one may not exist."""
     below = (path for part in ("fit-*", f"{LEARNING_RATE}*") for path in run.path.glob(f"{part}/result.json"))
     return [run.path / "result.json", *below]
 
@@ -175,8 +175,8 @@ def write_result(path: Path, content: Mapping[str, Any]) -> None:
     replace_text(path, json.dumps(content, indent=1))
 
 
-def _one_line(error: BaseException) -> str:
-    """Return an error as the launcher shows it on the screen."""
+def one_line(error: BaseException) -> str:
+    """Return an error in one line, as the launcher shows it on the screen."""
     text = " ".join(str(error).split())
     return text if isinstance(error, DistributedError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
 

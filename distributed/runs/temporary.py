@@ -1,6 +1,7 @@
 """Temporary directories with mode 0700. If their owner was killed, the next start of the same user removes them.
 
-The owner is a process. The directory records the id and the start time of the process, because process ids are reused.
+The owner is a process. The directory records the id and the start time of the process, because process ids are reused. This module
+reads /proc itself for the id of the boot and the pid namespace, which psutil does not have (see also `processes`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from distributed.runs.processes import stat_of
 
 MEMORY = Path("/dev/shm")  # a file system of Linux in memory
 _PREFIXES = ("distributed-", "ray-")
@@ -103,12 +106,12 @@ def _owner(directory_fd: int) -> str:
 def _identity(pid: int) -> str | None:
     """Return the identity of process `pid`: boot id, pid namespace, process id and start time. Return None if it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         namespace = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return None
-    return None if fields[0] in ("Z", "X") else f"{boot} {namespace} {pid} {fields[19]}"  # fields state and starttime, see proc(5)
+    stat = stat_of(pid)
+    return None if stat is None or stat.has_ended else f"{boot} {namespace} {pid} {stat.started}"
 
 
 def _machine() -> str | None:

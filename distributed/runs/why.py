@@ -16,7 +16,8 @@ from typing import Any
 from distributed.config.kinds import COUNT, SECONDS, check_kinds, is_number
 from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
-from distributed.runs.directory import FAILURES, RunDirectory
+from distributed.runs.directory import RunDirectory
+from distributed.runs.failures import FAILURES, failures_of
 from distributed.runs.fixes import STANDING_STILL, fix_of
 from distributed.runs.listing import RunState, read_state_of
 from distributed.runs.log_tail import last_line, tail
@@ -27,7 +28,6 @@ _ENDS = ("finished", "preempted")
 _HANG_TIMEOUT_S = 60.0  # the default of `hang_timeout`
 _SLOW = 10  # a start may take this many times `hang_timeout`
 _USUAL = 5  # a run may be silent for this many times the longest time between two log lines
-_CONSEQUENCE = "lost the connection to another rank"  # in the cause of a failure that only says that another rank has ended
 _LONG = 4  # a cause with at least this many lines is shortened
 _MOST_TEXT = 4000  # characters of a text of the journal
 _STACKS = "; stacks are in "  # before the directory, in the cause of a hang
@@ -45,7 +45,7 @@ class Problem:
     kind: str  # see `launching.causes.Failure`
     step: int | None
     phase: str
-    place: str  # file, line and function of the user's code
+    location: str  # file, line and function of the user's code
     then: str  # what the launcher did
     stacks: str  # the directory with the stacks of all ranks, relative to the run
     log: str  # the log of the rank, relative to the run
@@ -71,7 +71,7 @@ class Why:
         stop_reason: why training ended early, or "".
         silent_s: seconds since the last sign of progress.
         usual_s: seconds between two log lines, or None if that is not known.
-        notice: what a launcher noticed about a run that stands still, or "".
+        standing_cause: what a launcher recorded about a run that stands still, or "".
         launcher: the launcher that the directory names, such as "process 12 on node0", or "".
         fix: what to try, or "".
     """
@@ -90,7 +90,7 @@ class Why:
     stop_reason: str
     silent_s: float
     usual_s: float | None
-    notice: str
+    standing_cause: str
     launcher: str
     fix: str
 
@@ -102,22 +102,26 @@ def read_why(path: Path) -> Why:
         events = _this_launch(run, run.read_events())
     except OSError as error:
         raise ConfigError(f"{error.filename!r} cannot be read ({error.strerror}): check its permissions") from None
-    failures = _failures(events)
+    failures = failures_of(events)
     silent_s, usual_s, limit_s = _silence(run, state, events)
     verdict = _verdict(state, events, silent_s > limit_s)
     problem = _problem(run, failures[-1]) if failures else None
     if problem is None and state.error and verdict == "failed":
         problem = _of_result(state)
     saves = [event for event in events if event["event"] in ("save_failed", "checkpoint_saved")]
-    failed = [f"{event['checkpoint']}: {_text(event.get('cause'))}" for event in saves if event["event"] == "save_failed"]
+    failed = [
+        f"{event['checkpoint']}: {_text(event.get('cause'))}" for event in saves if event["event"] == "save_failed"
+    ]
     end: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] in _ENDS), {})
-    notice = next((_text(event.get("cause")) for event in reversed(events) if event["event"] == "stands_still"), "")
+    standing_cause = next(
+        (_text(event.get("cause")) for event in reversed(events) if event["event"] == "stands_still"), ""
+    )
     return Why(
         state=state, verdict=verdict, problem=problem, num_failures=len(failures),
         num_restarts=sum(event["event"] == "restarted" for event in events),
         resumed_at=_resumed_at(events), failed_saves=failed, has_saved_since=bool(saves) and saves[-1]["event"] == "checkpoint_saved",
         nodes=_nodes(events), damaged=_damaged(run), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
-        silent_s=silent_s, usual_s=usual_s, notice=notice if verdict == STANDING else "",
+        silent_s=silent_s, usual_s=usual_s, standing_cause=standing_cause if verdict == STANDING else "",
         launcher=_launcher(run), fix=_fix(problem, verdict),
     )  # fmt: skip
 
@@ -148,21 +152,6 @@ def _locked_at(run: RunDirectory) -> float:
         return 0.0
 
 
-def _failures(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the cause of each attempt that failed: its first failure that is not a consequence of another one."""
-    found: list[dict[str, Any]] = []
-    is_new = True
-    for event in events:
-        if event["event"] not in FAILURES:
-            is_new = is_new or event["event"] in ("started", "restarted", "regrouped")
-        elif is_new:
-            found.append(event)
-            is_new = False
-        elif _CONSEQUENCE in _text(found[-1].get("cause")):
-            found[-1] = event
-    return found
-
-
 def _goes_on(event: Mapping[str, Any]) -> bool:
     """Return whether the run goes on after a failure."""
     return str(event.get("then", "")).startswith(("restarting", "going on"))
@@ -178,20 +167,20 @@ def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bo
 
 
 def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
-    rank, place = event.get("rank"), _text(event.get("place"))
+    rank, location = event.get("rank"), _text(event.get("place"))
     cause, stacks = _text(event.get("cause")), ""
-    if event.get("kind") == "error":  # all ranks may have raised it together, so only its text shows which rank it concerns
+    if event.get("kind") == "error":  # all ranks may have raised it, so only its text shows which rank it concerns
         rank = int(found[1]) if (found := _RANK.search(cause)) else None
     if event.get("kind") == "hang":
         rank = None if cause.startswith("ranks ") else rank  # none of them could be singled out
         before, _, where = cause.partition(_STACKS)
-        where, _, note = where.partition("; ")
-        cause = before.replace(f", it is at {place}", "") + (f"; {note}" if note else "")
+        where, _, rest = where.partition("; ")
+        cause = before.replace(f", it is at {location}", "") + (f"; {rest}" if rest else "")
         stacks = f"logs/{Path(where).name}" if where else ""
     log = f"logs/rank-{rank}.log" if rank is not None and (run.logs / f"rank-{rank}.log").exists() else ""
     return Problem(
         time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=str(event.get("node", "")), kind=_text(event.get("kind")),
-        step=event.get("in_step"), phase=_text(event.get("phase")), place=place, then=_text(event.get("then")), stacks=stacks, log=log,
+        step=event.get("in_step"), phase=_text(event.get("phase")), location=location, then=_text(event.get("then")), stacks=stacks, log=log,
         last_output=last_line(run.path / log) if log and event.get("kind") in ("signal", "exit") else "",
     )  # fmt: skip
 
@@ -228,7 +217,9 @@ def _nodes(events: Sequence[Mapping[str, Any]]) -> list[str]:
     lost: dict[str, str] = {}
     for event in events:
         if event["event"] in ("node_lost", "node_joined"):
-            lost[str(event.get("node", ""))] = "was lost" if event["event"] == "node_lost" else "was lost and has joined again"
+            lost[str(event.get("node", ""))] = (
+                "was lost" if event["event"] == "node_lost" else "was lost and has joined again"
+            )
     return [f"node {node} {what}" for node, what in lost.items()]
 
 
@@ -256,7 +247,9 @@ def _launcher(run: RunDirectory) -> str:
 # ------------------------------------------------------------------ signs of life
 
 
-def _silence(run: RunDirectory, state: RunState, events: Sequence[Mapping[str, Any]]) -> tuple[float, float | None, float]:
+def _silence(
+    run: RunDirectory, state: RunState, events: Sequence[Mapping[str, Any]]
+) -> tuple[float, float | None, float]:
     """Return (seconds since the last sign of progress, usual seconds between log lines, limit above which a run stands still).
 
     Clocks of several machines may differ, and a clock may be set back. A time in the future therefore counts as now.

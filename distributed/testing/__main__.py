@@ -27,15 +27,15 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m distributed.testing", description=__doc__)
     parser.add_argument("adapters", nargs="+", metavar="ADAPTER", help="NAME:1,2,3 or NAME[SETTING=VALUE]:1,2,3")
     parser.add_argument("--checkpoints", action="store_true", help="the table of travelling checkpoints as Markdown")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     try:
-        adapters = [_adapter(text) for text in asked.adapters]
+        adapters = [_adapter(text) for text in arguments.adapters]
     except DistributedError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     with temporary_directory() as directory:
         try:
-            return _run(adapters, directory, only_checkpoints=asked.checkpoints)
+            return _run(adapters, directory, only_checkpoints=arguments.checkpoints)
         except AssertionError as error:  # raised by the training that every check needs
             sys.stdout.write(f"FAILED {error}\n")
             return 1
@@ -63,11 +63,11 @@ def _run(adapters: Sequence[Adapter], directory: Path, *, only_checkpoints: bool
 
 def _checkpoints(ran: Sequence[Ran], references: AllReferences, directory: Path) -> int:
     """Print one table for torch modules, and one for each backend that has a reference of its own."""
-    groups: dict[int, list[Ran]] = {}
+    by_reference: dict[int, list[Ran]] = {}
     for one in ran:
-        groups.setdefault(id(references.of(one.adapter)), []).append(one)
+        by_reference.setdefault(id(references.of(one.adapter)), []).append(one)
     bad = []
-    for number, alike in enumerate(groups.values()):
+    for number, alike in enumerate(by_reference.values()):
         found, trips = references.of(alike[0].adapter), list[Trip]()
         for index, target in enumerate(alike):
             out = directory / f"to-{number}-{index}"

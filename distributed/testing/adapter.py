@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from distributed.backends import backend_class, entry_in_use, make_backend
-from distributed.backends._keras.scripts import keras_engine
 from distributed.backends.base import Backend, reason_of
 from distributed.backends.capabilities import Capabilities, capabilities_of
+from distributed.backends.keras_scripts import keras_engine
 from distributed.backends.torch_base import TorchBackend
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import ProcessPlan
@@ -20,7 +20,7 @@ from distributed.config.registry import BackendEntry, backend_entry, default_bac
 from distributed.config.settings import DistributedConfig, canonical
 from distributed.errors import ConfigError
 
-_ROW = re.compile(r"(?P<backend>[^\[\]:]+)(\[(?P<settings>[^\[\]]+)\])?(:(?P<sizes>.*))?")
+_TEXT = re.compile(r"(?P<backend>[^\[\]:]+)(\[(?P<settings>[^\[\]]+)\])?(:(?P<sizes>.*))?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,10 @@ class Adapter:
     def parse(cls, text: str) -> Adapter:
         """Parse `NAME`, `NAME:1,2,3` or `NAME[SETTING=VALUE,...]:1,2,3`.
 
-        An option of the backend needs no group: `deepspeed[zero_stage=3]:2`. Raises ConfigError for anything else.
+        An option of the backend is written without its option group: `deepspeed[zero_stage=3]:2`. Raises ConfigError for
+        anything else.
         """
-        found = _ROW.fullmatch(text)
+        found = _TEXT.fullmatch(text)
         backend = found["backend"] if found else text.partition("[")[0].partition(":")[0]
         backend_entry(backend)
         if found is None:

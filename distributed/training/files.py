@@ -67,7 +67,7 @@ def is_first_trainer() -> bool:
 
 
 def is_trial_again() -> bool:
-    """Return whether this process is in a trial of a search that continues from its own checkpoints."""
+    """Return whether this process is in a trial of a sweep that continues from its own checkpoints."""
     trial = current()
     return trial is not None and trial.is_again
 

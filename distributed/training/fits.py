@@ -28,6 +28,7 @@ class Fits:
 
     def __init__(self, setup: Setup, trainer_class: type[Any], run_dir: Path | None = None) -> None:
         self.setup, self.trainer_class, self.run_dir = setup, trainer_class, run_dir
+        self.history: History | None = None  # of the last fit
         self.remote: Remote | None = None  # result of the last fit in workers
         self._session: FitSession | None = None  # created by the first fit or evaluation in this process
 
@@ -50,10 +51,12 @@ class Fits:
         """Train the model and return the history, as `Trainer.fit` does. `settings` are the settings given to this fit."""
         offer(self, train_data)
         if not self.setup.is_fit_in_workers:
-            return self.open_session().fit(settings, train_data, val_data)
+            self.history = self.open_session().fit(settings, train_data, val_data)
+            return self.history
         from distributed.training.remote import fit_in_workers
 
-        return fit_in_workers(self, settings, train_data, val_data)
+        self.history = fit_in_workers(self, settings, train_data, val_data)
+        return self.history
 
     def open_session(self) -> FitSession:
         """Return the session of this process. The first call joins the other ranks."""
@@ -68,8 +71,8 @@ class Fits:
             self._session = FitSession(setup, backend)
         return self._session
 
-    def take_back(self, remote: Remote, model: Any) -> None:
-        """Continue from the result of a fit in workers. Later evaluations and predictions use the weights of `model`."""
+    def take_back(self, model: Any, history: History, remote: Remote | None = None) -> None:
+        """Continue from the result of a fit elsewhere. Later evaluations and predictions use the weights of `model`."""
         job = self.setup.job
         job.model, job.init_from = model, None
-        self.remote, self._session = remote, None
+        self.history, self.remote, self._session = history, remote, None

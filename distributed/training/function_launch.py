@@ -90,13 +90,13 @@ def launch(
     resume = merged.config.resume_from_checkpoint is not False or is_trial_again()
     if run is not None:
         run.check(resume=resume)
-    told: list[str] = []
+    run_dirs: list[str] = []
     before = run.events_size() if run is not None else 0
     code = run_in_workers(
         RemoteCall(function, arguments, sources()), setup, merged, run, resume=resume,
-        on_run_dir=told.append if run is None else None, overrides=_overrides(setup.layers),
+        on_run_dir=run_dirs.append if run is None else None, overrides=_overrides(setup.layers),
     )  # fmt: skip
-    run = RunDirectory(Path(told[0])) if run is None and told else run
+    run = RunDirectory(Path(run_dirs[0])) if run is None and run_dirs else run
     if code == 128 + signal.SIGTERM:
         raise TrainingInterrupted(signal.SIGTERM)
     if code:

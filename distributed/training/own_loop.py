@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from distributed.backends._keras.models import is_model
+from distributed.backends.keras_kinds import is_model
 from distributed.config.optimization import check_named
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
@@ -47,7 +47,8 @@ class Session:
 
     Use it as `with Session(...) as s:` in every process. Processes are started by `distributed train`, by another launcher, or
     by `distributed.launch`. The block begins with the random generators seeded by `seed`. When it ends, the last checkpoint is
-    saved, and the model that was passed to `prepare` has the trained weights.
+    saved, and the model that was passed to `prepare` has the trained weights. Methods and properties raise ConfigError outside of
+    the block. Those that use the model or the run directory raise it before `prepare` too.
 
     Args:
         config: as for `Trainer`.
@@ -109,7 +110,8 @@ class Session:
             batch, on the device of this rank.
 
         Raises:
-            ConfigError: an argument is wrong, or the backend does not take it.
+            ConfigError: an argument is wrong, the backend does not take it, or this is the second call.
+            ResourceError: another run uses the run directory, or some ranks did not join.
         """
         fits = self._entered()
         if self._run is not None:
@@ -132,6 +134,7 @@ class Session:
             The position from which `epochs` and the training loader continue.
 
         Raises:
+            ConfigError: the run has begun already.
             CheckpointError: the checkpoint does not fit the model.
         """
         state = self._prepared().begin(may_load=True).state
@@ -140,10 +143,17 @@ class Session:
     # ------------------------------------------------------------------ the loop
 
     def epochs(self) -> Iterator[int]:
-        """Yield the number of each remaining epoch. The epochs are numbered from 0 to `epochs - 1`. Every rank calls it.
+        """Return an iterator over the remaining epochs. Every rank must run through it.
 
         At the end of an epoch, its means are logged, schedules that follow epochs are stepped, and a checkpoint is saved if
         `checkpoint_frequency` says so. A signal, `max_steps` or `stop` ends the iteration.
+
+        Returns:
+            An iterator over the numbers of the epochs, from 0 to `epochs - 1`.
+
+        Raises:
+            ConfigError: during the iteration: the run continues from a checkpoint that `resume` has not loaded, an epoch made no
+                update, or an epoch lacks the metric of the validation that `early_stopping_patience` needs.
         """
         return self._prepared().epochs()
 
@@ -153,6 +163,9 @@ class Session:
         Args:
             loss: what a `loss_fn` may return: the mean over the samples of the batch, any other tensor (averaged over its
                 elements), or a pair (sum, count). The gradients are those of the mean over the whole global batch.
+
+        Raises:
+            ConfigError: `loss` is no loss, or this is not the one call for a batch of the training loader.
         """
         self._prepared().steps.backward(loss)
 
@@ -163,6 +176,10 @@ class Session:
 
         Returns:
             Whether this batch was the last micro-batch of the update, see `gradient_accumulation_steps`.
+
+        Raises:
+            ConfigError: `backward` was not called for this batch.
+            TrainingError: a gradient is not finite, and `nan_policy` is "stop".
         """
         return self._prepared().update()
 
@@ -194,7 +211,14 @@ class Session:
         rank that had no sample of its own. Elsewhere the rows come rank by rank.
 
         Args:
-            tensor: a tensor whose first dimension is that of the samples of this rank, or a single number.
+            tensor: a tensor of shape `[samples of this rank, ...]`, or a tensor with a single number and no dimension.
+
+        Returns:
+            A tensor of shape `[samples, ...]` on the device of this rank, without a gradient. Single numbers become a tensor of
+            shape `[ranks]`, in a loop over a loader without the ranks that have no sample of their own.
+
+        Raises:
+            ConfigError: `tensor` is not a tensor.
         """
         rows: torch.Tensor = self._prepared().gather(tensor)
         return rows
@@ -208,6 +232,10 @@ class Session:
 
         Returns:
             The path of the checkpoint.
+
+        Raises:
+            ConfigError: the call is inside of an update, or `path` cannot be written.
+            TrainingError: the checkpoint of the run cannot be written.
         """
         return self._prepared().save(None if path is None else Path(path))
 
@@ -216,6 +244,9 @@ class Session:
 
         Args:
             reason: the reason, as a text. It becomes the `stop_reason` of the run.
+
+        Raises:
+            ConfigError: `reason` is not a text, is empty, or is a reason that the package itself uses.
         """
         self._prepared().run.stop(reason)
 

@@ -225,9 +225,9 @@ def _write(path: Path, pieces: Sequence[_Piece]) -> None:
     indices = numpy.concatenate([piece.indices for piece in pieces]).astype(numpy.int64)
     value = _joined([(piece.value, len(piece.indices)) for piece in pieces], None)
     arrays = Arrays()
-    place = arrays.encode(indices)
+    encoded = arrays.encode(indices)
     try:
-        content = {"indices": place, "outputs": encode(value, "outputs", arrays.encode)}
+        content = {"indices": encoded, "outputs": encode(value, "outputs", arrays.encode)}
     except (TypeError, RecursionError) as error:
         what = str(error).replace(", which a checkpoint cannot hold", "")
         raise ConfigError(f"{what}: {_NOT_STORED}") from None

@@ -124,14 +124,14 @@ def fit_in_workers(fits: Fits, settings: Mapping[str, Any], train_data: Any, val
     fit = remote_fit(RemoteFit, fits, merged, directory, train_data, val_data)
     events_before = run.events_size() if run is not None else 0
     _warn_of_profiler(merged.config.verbose)
-    told: list[str] = []
+    run_dirs: list[str] = []
     try:
-        on_run_dir = told.append if run is None else None
+        on_run_dir = run_dirs.append if run is None else None
         code = run_in_workers(fit, setup, merged, run, resume=resume, on_run_dir=on_run_dir)
     except KeyboardInterrupt:
         code = _INTERRUPTED
-    if run is None and told:  # node 0 has named the run directory
-        run = RunDirectory(os.path.relpath(take_run_dir(lambda: Path(told[0]).absolute())))
+    if run is None and run_dirs:  # node 0 has named the run directory
+        run = RunDirectory(os.path.relpath(take_run_dir(lambda: Path(run_dirs[0]).absolute())))
     if code not in (0, _INTERRUPTED, _PREEMPTED):
         raise failure(code, run, events_before)
     history = _take_back(fits, run) if run is not None else None
@@ -245,7 +245,7 @@ def sources() -> dict[str, list[str]]:
 
 
 def _pickled(job: Callable[[], None]) -> bytes:
-    from distributed.backends._keras.portable import dumps
+    from distributed.backends.keras_pickling import dumps
 
     try:
         content = dumps(job)
@@ -312,14 +312,15 @@ def _take_back(fits: Fits, run: RunDirectory) -> History | None:
             f"training ended, but no checkpoint could be written to {run.checkpoints}: see {run.events}"
         )
     checkpoint = (run.path / result["checkpoint"]).absolute()
-    model, state = take_up(fits.setup, checkpoint)
-    fits.take_back(Remote(run.path.absolute(), checkpoint, state.epoch, state.step), model)
-    return History.of(state, str(run.path), result["total_time"])
-
-
-def take_up(setup: Setup, checkpoint: Path) -> tuple[Any, TrainState]:
-    """Return (the model with the weights of `checkpoint`, the state of training in it), and restore the state of callbacks."""
     state, _ = read_state(checkpoint)
+    history = History.of(state, str(run.path), result["total_time"])
+    take_up(fits, checkpoint, state, history, Remote(run.path.absolute(), checkpoint, state.epoch, state.step))
+    return history
+
+
+def take_up(fits: Fits, checkpoint: Path, state: TrainState, history: History, remote: Remote | None = None) -> None:
+    """Continue with the weights of `checkpoint` and with the states of callbacks in `state`, as after the fit that wrote both."""
+    setup = fits.setup
     model = setup.backend.take_weights(setup.job.model, checkpoint)
     load_states(setup.callbacks, state.callbacks)
-    return model, state
+    fits.take_back(model, history, remote)

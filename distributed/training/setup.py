@@ -311,20 +311,20 @@ def _plan(merged: MergedConfig, found: WorkerEnvironment | None) -> ProcessPlan:
     if found is None:
         return plan_of(merged.config)
     config, request = merged.config, launched_by()
-    asked = config.nproc_per_node or config.gpus_per_node
-    least = config.min_nproc_per_node or asked
+    given = config.nproc_per_node or config.gpus_per_node
+    least = config.min_nproc_per_node or given
     full_size = request.world_size if request is not None and request.is_elastic else found.world_size
     backend = choose_backend(config, full_size)
     # A backend that places workers itself may give the nodes different numbers of them.
     is_placed = request is not None and backend_entry(backend).places_workers
     running = found.world_size // config.num_nodes if is_placed else found.local_world_size
-    is_fine = asked is None or (least or 0) <= running <= asked
+    is_fine = given is None or (least or 0) <= running <= given
     if not is_fine and merged.source("nproc_per_node") != "flag":
         name = "nproc_per_node" if config.nproc_per_node else "gpus_per_node"
         source = "config file" if merged.source(name) == "file" else "script"
         raise ConfigError(
-            f"{name}={asked} in the {source}, but the launcher has started {running} process{'es' * (running > 1)} per node before it"
-            f" read the {source}: start with --nproc-per-node {asked}, or drop it from the {source}"
+            f"{name}={given} in the {source}, but the launcher has started {running} process{'es' * (running > 1)} per node before it"
+            f" read the {source}: start with --nproc-per-node {given}, or drop it from the {source}"
         )
     if not (is_placed and config.num_nodes == 1):  # with num_nodes=1, the backend chooses the nodes
         _check_nodes(merged)
@@ -351,12 +351,12 @@ def _check_gpu(found: WorkerEnvironment) -> None:
 
 def _check_nodes(merged: MergedConfig) -> None:
     """Raise ConfigError if the script gives another number of nodes than our launcher was started with."""
-    request, asked = launched_by(), merged.config.num_nodes
-    if request is not None and merged.is_given("num_nodes") and asked != request.num_nodes:
+    request, given = launched_by(), merged.config.num_nodes
+    if request is not None and merged.is_given("num_nodes") and given != request.num_nodes:
         source = "config file" if merged.source("num_nodes") == "file" else "script"
         raise ConfigError(
-            f"num_nodes={asked} in the {source}, but this run was started with num_nodes={request.num_nodes}:"
-            f" start with --num-nodes {asked}, or drop it from the {source}"
+            f"num_nodes={given} in the {source}, but this run was started with num_nodes={request.num_nodes}:"
+            f" start with --num-nodes {given}, or drop it from the {source}"
         )
 
 

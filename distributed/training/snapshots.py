@@ -53,7 +53,7 @@ class Snapshots:
         if self._is_on and self._store.save(state, settings, None) is None:
             self._is_on = False
             self._on_event(
-                {"kind": "warning", "message": "snapshot_every_n_steps: no more snapshots are taken in this attempt"}
+                {"kind": "warning", "text": "snapshot_every_n_steps: no more snapshots are taken in this attempt"}
             )
         return self._is_on
 

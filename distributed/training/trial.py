@@ -19,7 +19,8 @@ class Trial:
     is_again: bool  # whether the trial has run before and continues from its newest checkpoint
     # Called with the metrics of each finished epoch. It may raise to end the trial.
     on_epoch: Callable[[EpochMetrics], None]
-    on_fit: Callable[[Any], None] = lambda trainer: None  # called before each fit with its Trainer; may raise
+    # Called before each fit with its Trainer and the Fits of that. It may raise.
+    on_fit: Callable[[Any, Any], None] = lambda trainer, fits: None
     # Settings for all Trainers in the trial. A Trainer's own settings override these.
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # Functions that are called when the trial leaves this process, to release locks.

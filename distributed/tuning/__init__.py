@@ -1,1 +1,1 @@
-"""Searches for hyperparameters over many trials: spaces, proposals, schedulers, results; searches for one value belong in `finders`."""
+"""Sweeps over hyperparameters in many trials: spaces, proposals, schedulers, results; finders of one value belong in `finders`."""

@@ -1,4 +1,4 @@
-"""Progress of a search in the output of a notebook cell, updated in place."""
+"""Progress of a sweep in the output of a notebook cell, updated in place."""
 
 from __future__ import annotations
 

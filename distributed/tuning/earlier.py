@@ -1,4 +1,4 @@
-"""What an earlier process left of a search: the trials whose results the search algorithm must know, and the trials that
+"""What an earlier process left of a sweep: the trials whose results the search algorithm must know, and the trials that
 are still to be run."""
 
 from __future__ import annotations
@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distributed.tuning.plan import SearchPlan
+from distributed.tuning.plan import SweepPlan
 from distributed.tuning.proposals import Proposals, make_proposals
 from distributed.tuning.sweep import OPEN, score_of
 
 
-def primed(plan: SearchPlan) -> tuple[Proposals, list[tuple[int, Mapping[str, Any]]]]:
+def primed(plan: SweepPlan) -> tuple[Proposals, list[tuple[int, Mapping[str, Any]]]]:
     """Return the search algorithm and the trials to run first.
 
     The search algorithm has received the results of an earlier process. The trials to run first are those that did not end,
@@ -36,6 +36,6 @@ def primed(plan: SearchPlan) -> tuple[Proposals, list[tuple[int, Mapping[str, An
     return proposals, waiting
 
 
-def num_begun(plan: SearchPlan) -> int:
+def num_begun(plan: SweepPlan) -> int:
     """Return how many trial numbers an earlier process has used. Trials with lower numbers may not have begun."""
     return max((record.number + 1 for record in plan.earlier), default=0)

@@ -6,9 +6,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from distributed.launching.engines import seed_generators
 from distributed.launching.variables import THREAD_VARIABLES
 from distributed.launching.worker_server import WorkerServer
 from distributed.runs.directory import RunDirectory
+from distributed.runs.log_tail import last_line, tail
 from distributed.training.trial import Trial, inside
 from distributed.tuning.mlflow_run import environ_of_trials
 from distributed.tuning.sweep import as_arguments
 
 _POLL_S = 0.2  # time between two checks for the stop file
-_STAMP = r"^\[rank \d+ [\d:]+\] "  # start of each line in the log of a rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,7 @@ class ScriptJob:
 
 
 class UnknownMetric(ConfigError):
-    """No trial can report the metric, so the whole search is wrong and not only this trial."""
+    """No trial can report the metric, so the whole sweep is wrong and not only this trial."""
 
 
 class _StopWatch:
@@ -176,23 +175,12 @@ def cause_of(code: int, run: RunDirectory, events_before: int, log: Path) -> str
     log."""
     if (event := run.last_failure(events_before)) is not None:
         return _cause_in(event, run)
-    lines = list(_words(log))
+    lines = [line for each in tail(log) if (line := each.decode(errors="replace").strip())]
     return lines[-1].removeprefix("error: ") if lines else f"the launcher ended with code {code}"
 
 
 def _cause_in(event: Mapping[str, Any], run: RunDirectory) -> str:
     """Return the cause of a failure event. If a process just exited, append its last line of output."""
     cause = str(event["cause"])
-    lines = list(_words(run.logs / f"rank-{event['rank']}.log")) if " exited with code " in cause else []
-    return f"{cause}: {re.sub(_STAMP, '', lines[-1])}" if lines else cause
-
-
-def _words(log: Path) -> Iterator[str]:
-    with contextlib.suppress(OSError):
-        yield from (line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip())
-
-
-def one_line(error: BaseException) -> str:
-    """Return an error as one line for a table."""
-    text = " ".join(str(error).split())
-    return text if isinstance(error, DistributedError) and text else f"{type(error).__name__}: {text}".rstrip(": ")
+    line = last_line(run.logs / f"rank-{event['rank']}.log") if " exited with code " in cause else ""
+    return f"{cause}: {line}" if line else cause

@@ -1,4 +1,4 @@
-"""The MLflow run of a search, which is the parent of the runs of its trials: what was searched, and the result."""
+"""The MLflow run of a sweep, which is the parent of the runs of its trials: what was varied, and the result."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _FILES = ("sweep.yaml", "sweep.json", "best.yaml", "report.html")
 
 
 class SweepRun:
-    """The MLflow run of one search.
+    """The MLflow run of one sweep.
 
-    The constructor starts no thread and runs before the search. Then call `start()` once, `hear()` for each line of the
+    The constructor starts no thread and runs before the sweep. Then call `start()` once, `hear()` for each line of the
     journal, and `close()` at the end.
     """
 
@@ -41,7 +41,7 @@ class SweepRun:
         script: str,
         warn: Callable[[str], None],
     ) -> None:
-        """Choose the experiment: `experiment` if it is given, otherwise the name of `script`, so that all searches
+        """Choose the experiment: `experiment` if it is given, otherwise the name of `script`, so that all sweeps
         of a script share one."""
         self._sweep, self._dir, self._warn = sweep, sweep.directory.absolute(), warn
         self._record, self._uri = RunRecord.chosen(self._dir, experiment, script)
@@ -84,7 +84,7 @@ class SweepRun:
         self._trials.submit(self._end_trial, trial)
 
     def close(self, status: str) -> None:
-        """Send the result of the search and its files. Call it after `sweep.json` was written.
+        """Send the result of the sweep and its files. Call it after `sweep.json` was written.
 
         Args:
             status: "FINISHED", "FAILED" or "KILLED".
@@ -130,7 +130,7 @@ class SweepRun:
     def _put(self, entry: Mapping[str, Any]) -> None:
         try:
             self._spool.append(entry)
-        except OSError as error:  # with a full disk, lines of the log are lost, but the search goes on
+        except OSError as error:  # with a full disk, lines of the log are lost, but the sweep goes on
             logger.warning("%s cannot be written (%s): a line is lost", self._spool.path, error.strerror)
 
 
@@ -186,7 +186,7 @@ def _now() -> int:
 def run_of_sweep(
     sweep: Sweep, merged: MergedConfig, script: str, configuration: Mapping[str, Any], warn: Callable[[str], None]
 ) -> SweepRun | None:
-    """Return the MLflow run of a search of `script`, or None if the settings of its trials do not ask for MLflow."""
+    """Return the MLflow run of a sweep of `script`, or None if the settings of its trials do not ask for MLflow."""
     if not is_on_mlflow(merged):
         return None
     return SweepRun(sweep, configuration, merged.config.mlflow_experiment, Path(script).stem, warn)

@@ -1,4 +1,4 @@
-"""The checked plan of a search: its trials, the resources of each trial, and how many trials run at once."""
+"""The checked plan of a sweep: its trials, the resources of each trial, and how many trials run at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distributed.tuning.space import Space
 from distributed.tuning.sweep import TrialRecord
 
 MODES = ("min", "max")
-CHANCE = ("random", "grid")  # searches that do not learn from results
+CHANCE = ("random", "grid")  # search algorithms that do not learn from results
 # schedulers that pause trials in favour of others, so that all trials must exist at once
 SHARING = ("hyperband", "pbt")
 # Maps each scheduler to its options and their defaults. One unit of time is one report, which is an epoch.
@@ -40,10 +40,10 @@ class TrialJob(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchPlan:
-    """Checked plan of one search."""
+class SweepPlan:
+    """Checked plan of one sweep."""
 
-    directory: Path  # absolute path of the search's directory
+    directory: Path  # absolute path of the sweep's directory
     job: TrialJob
     space: Space
     metric: str
@@ -59,7 +59,7 @@ class SearchPlan:
     max_failures: int = 0
     address: str | None = None
     earlier: Sequence[TrialRecord] = ()
-    scratch: Path | None = None  # directory for the files of the search's own cluster; the caller removes it
+    scratch: Path | None = None  # directory for the files of the sweep's own cluster; the caller removes it
 
     @property
     def stop_file(self) -> Path:
@@ -69,9 +69,9 @@ class SearchPlan:
     def num_live(self, there: Bundle, is_own: bool) -> int:
         """Return how many trials may exist at once in a cluster with the resources `there`.
 
-        A search that learns from results proposes better values the later it is asked, so no more trials exist than can run.
-        In a search that does not learn, one more trial waits for the next free process if the resources limit how many trials
-        run. With `is_own`, one also waits if `max_concurrent` trials just fit, because the cluster does not grow.
+        A search algorithm that learns from results proposes better values the later it is asked, so no more trials exist than
+        can run. With one that does not learn, one more trial waits for the next free process if the resources limit how
+        many trials run. With `is_own`, one also waits if `max_concurrent` trials just fit, because the cluster does not grow.
 
         Raises:
             ResourceError: no trial fits into the cluster.
@@ -129,9 +129,9 @@ def _check_ends(name: str, options: Mapping[str, float]) -> None:
 
 
 def check_pairing(scheduler: str | None, search: str, max_concurrent: int | None = None) -> None:
-    """Raise ConfigError if the scheduler does not fit the search.
+    """Raise ConfigError if the scheduler does not fit the search algorithm.
 
-    The search must not learn from values which the scheduler changes, and the scheduler must be able to keep
+    The search algorithm must not learn from values which the scheduler changes, and the scheduler must be able to keep
     `max_concurrent`.
     """
     if max_concurrent is not None and scheduler in SHARING:

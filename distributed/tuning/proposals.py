@@ -1,8 +1,9 @@
 """Search algorithms: `ask` proposes the values of the next trial, and `tell` receives its score. A smaller score is
 better.
 
-Ray Tune's `OptunaSearch` (Ray 2.60) is not used, because Ray's own save and restore of a search read a pickle, and because
-it tells Optuna the last value of a trial instead of its best. A search that is resumed here replays its journal instead.
+Workaround (Ray 2.60, no upstream issue known; the part for Optuna may go when Ray Tune's `OptunaSearch` tells the best value of a
+trial and is restored without a pickle): `OptunaSearch` tells Optuna the last value of a trial, and Ray reads a pickle to restore a
+sweep. Here a sweep that is resumed replays its journal.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from distributed.errors import ConfigError, ResourceError, nearest
-from distributed.tuning.space import Dimension, Space, constants, draw, searched, size_of_grid
+from distributed.tuning.space import Dimension, Space, constants, draw, size_of_grid, varied
 
-SEARCHES = ("random", "grid", "optuna", "bayesopt")
+SEARCH_ALGORITHMS = ("random", "grid", "optuna", "bayesopt")
 _NEEDED = {"optuna": "optuna", "bayesopt": "bayes_opt"}
 _FIRST_AT_RANDOM = 5  # random trials before the Gaussian process is fitted
 
@@ -39,12 +40,12 @@ def check_search(search: str, space: Space, num_samples: int | None) -> int:
     """Return the number of trials.
 
     Raises:
-        ConfigError: the search is not known, or does not fit the space or the number of trials.
+        ConfigError: the search algorithm is not known, or does not fit the space or the number of trials.
         ResourceError: a library is not installed.
     """
-    if search not in SEARCHES:
+    if search not in SEARCH_ALGORITHMS:
         raise ConfigError(
-            f"search={search!r} is not known{nearest(search, SEARCHES)}: choose one of {', '.join(SEARCHES)}"
+            f"search={search!r} is not known{nearest(search, SEARCH_ALGORITHMS)}: choose one of {', '.join(SEARCH_ALGORITHMS)}"
         )
     if num_samples is not None and (
         isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1
@@ -126,7 +127,7 @@ class _Optuna:
 
         self._optuna, self._constants = optuna, constants(space)
         optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self._distributions = {name: _distribution(optuna, each) for name, each in searched(space).items()}
+        self._distributions = {name: _distribution(optuna, each) for name, each in varied(space).items()}
         # Count running trials as bad ones (constant_liar). Otherwise concurrent trials would try similar values.
         sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self._study = optuna.create_study(direction="minimize", sampler=sampler)
@@ -173,8 +174,8 @@ class _BayesOpt:
     def __init__(self, space: Space, seed: int) -> None:
         from bayes_opt import BayesianOptimization
 
-        self._constants, self._searched = constants(space), searched(space)
-        bounds = dict.fromkeys(self._searched, (0.0, 1.0))
+        self._constants, self._varied = constants(space), varied(space)
+        bounds = dict.fromkeys(self._varied, (0.0, 1.0))
         self._state = _random_state(seed)
         self._optimizer = BayesianOptimization(None, bounds, random_state=seed % 2**32, verbose=0)
         self._asked = self._told = 0
@@ -182,9 +183,9 @@ class _BayesOpt:
     def ask(self) -> dict[str, Any]:
         self._asked += 1
         if self._asked <= _FIRST_AT_RANDOM or self._told == 0:
-            return self._constants | draw(self._searched, self._state)
+            return self._constants | draw(self._varied, self._state)
         point = self._optimizer.suggest()
-        return self._constants | {name: each.at(float(point[name])) for name, each in self._searched.items()}
+        return self._constants | {name: each.at(float(point[name])) for name, each in self._varied.items()}
 
     def tell(self, values: Mapping[str, Any], score: float) -> None:
         if not math.isfinite(score):
@@ -192,14 +193,14 @@ class _BayesOpt:
         from bayes_opt.exception import NotUniqueError
 
         self._told += 1
-        point = {name: min(1.0, max(0.0, each.unit(values[name]))) for name, each in self._searched.items()}
+        point = {name: min(1.0, max(0.0, each.unit(values[name]))) for name, each in self._varied.items()}
         with contextlib.suppress(NotUniqueError):  # the point has been registered before
             self._optimizer.register(point, -score)
 
     def repeat(self, values: Mapping[str, Any], score: float | None) -> None:
         self._asked += 1
         if self._asked <= _FIRST_AT_RANDOM:
-            draw(self._searched, self._state)
+            draw(self._varied, self._state)
         if score is not None:
             self.tell(values, score)
 

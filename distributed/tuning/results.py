@@ -1,4 +1,4 @@
-"""Results of a trial: its checkpoints, and a trainer with their weights."""
+"""Results of a trial: its checkpoints and its rows."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from typing import Any
 
 from distributed.checkpoints.manifest import list_checkpoints, read_manifest
 from distributed.checkpoints.store import read_state
-from distributed.runs.history import History
-from distributed.training.remote import take_up
 
 
 def checkpoint_of(run_dir: Path, step: Any = None) -> Path | None:
@@ -32,10 +30,3 @@ def rows_of(run_dir: Path) -> list[dict[str, Any]]:
     if any(config.get(name) is not None for name in ("validate_every_n_steps", "validate_every_s")):
         rows = [{**row, "validations": number + 1} for number, row in enumerate(rows)]
     return rows
-
-
-def taken_up(trainer: Any, checkpoint: Path) -> Any:
-    """Return `trainer` with the weights and the history of `checkpoint`, as after the fit that wrote it."""
-    trainer.job.model, state = take_up(trainer.setup, checkpoint)
-    trainer.history = History.of(state, str(checkpoint.parent.parent), state.total_time)
-    return trainer

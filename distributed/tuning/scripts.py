@@ -1,4 +1,4 @@
-"""A search of a script from the command line: check it, run it below a subreaper that ends all its processes, show
+"""A sweep of a script from the command line: check it, run it below a subreaper that ends all its processes, show
 and record it."""
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ from distributed.loggers.wording import shown
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.state import OnEvent
+from distributed.tuning.engine import engine, record_line
 from distributed.tuning.jobs import script_job
 from distributed.tuning.mlflow_run import run_of_sweep
 from distributed.tuning.plan import (
-    SearchPlan,
+    SweepPlan,
     bundles_of,
     check_fits,
     check_pairing,
@@ -45,7 +46,6 @@ from distributed.tuning.plan import (
     total,
 )
 from distributed.tuning.proposals import check_search, make_proposals
-from distributed.tuning.search import engine, record_line
 from distributed.tuning.space import Dimension, Space, read_space
 from distributed.tuning.sweep import Sweep, as_arguments, open_sweep, scores
 from distributed.tuning.table import TrialTable
@@ -59,8 +59,8 @@ _BETWEEN = math.sqrt(2) - 1  # position within a range; the value there is not a
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchOptions:
-    """Flags of the search on the command line."""
+class SweepOptions:
+    """Flags of the sweep on the command line."""
 
     search_space: str | None
     metric: str = "val_loss"
@@ -78,18 +78,18 @@ class SearchOptions:
 
 
 class ScriptSweep:
-    """A search whose trials run a script.
+    """A sweep whose trials run a script.
 
-    The constructor raises ConfigError if the search cannot run. Nothing is started or written before `run`.
+    The constructor raises ConfigError if the sweep cannot run. Nothing is started or written before `run`.
     """
 
-    def __init__(self, overrides: Overrides, options: SearchOptions) -> None:
+    def __init__(self, overrides: Overrides, options: SweepOptions) -> None:
         if overrides.script is None:
             raise ConfigError("no script to run: add --script train.py")
         if options.search_space is None:
             raise ConfigError("no search space: add --search-space space.yaml")
         if options.resume and options.run_dir is None:
-            raise ConfigError("--resume needs the directory of the search: add --run-dir DIR")
+            raise ConfigError("--resume needs the directory of the sweep: add --run-dir DIR")
         self._options = options
         self.mode = mode_of(options.metric, options.mode)
         check_script(overrides.script)
@@ -100,7 +100,7 @@ class ScriptSweep:
         self._first, self._notices = check_names(self.space, overrides)
         self.overrides, self._address = self._of_trials(overrides)
         self._is_here = engine().has_own_cluster(self._address)
-        refuse_address(options.run_dir or "", "a search")
+        refuse_address(options.run_dir or "", "a sweep")
         self.directory = Path(options.run_dir or choose_run_dir(f"tune-{Path(overrides.script).stem}")).absolute()
         self._job = script_job(self.overrides, options.metric, self.mode, self.directory)
         self.overrides = self._job.overrides
@@ -122,7 +122,7 @@ class ScriptSweep:
         plan = plan_processes(self._merged.config)
         if plan.num_nodes > 1:
             raise ConfigError(
-                f"num_nodes={plan.num_nodes} does not work in a search, where each trial runs on one node: drop it"
+                f"num_nodes={plan.num_nodes} does not work in a sweep, where each trial runs on one node: drop it"
             )
         cpus = float(self._options.cpus_per_trial or plan.nproc_per_node)
         per_gpu = self._options.trials_per_gpu
@@ -142,8 +142,8 @@ class ScriptSweep:
         fit = min(int(there[name] / amount + 1e-9) for name, amount in needs.items() if amount)
         return min(fit, self.num_samples, self._options.max_concurrent or fit)
 
-    def _plan(self, sweep: Sweep | None = None) -> SearchPlan:
-        return SearchPlan(
+    def _plan(self, sweep: Sweep | None = None) -> SweepPlan:
+        return SweepPlan(
             self.directory, self._job, self.space, self._options.metric, self.mode, self.num_samples, self.bundles,
             search=self._options.search, scheduler=self.scheduler, scheduler_options=self.scheduler_options,
             seed=self._merged.config.seed, max_concurrent=self._options.max_concurrent,
@@ -178,7 +178,7 @@ class ScriptSweep:
     # ------------------------------------------------------------------ the run
 
     def run(self) -> int:
-        """Run the search until it ends and return the exit code."""
+        """Run the sweep until it ends and return the exit code."""
         configuration = {
             "script": Path(str(self.overrides.script)).name, "script_args": list(self.overrides.script_args),
             "settings": self.overrides.values(), "search_space": _space_text(str(self._options.search_space)),
@@ -204,7 +204,7 @@ class ScriptSweep:
             try:
                 if tracked is not None:
                     tracked.start()
-                end = _SearchWatch(plan, sweep, subreaper, signals, table, tracked).run()
+                end = _SweepWatch(plan, sweep, subreaper, signals, table, tracked).run()
             finally:
                 subreaper.end()
                 plan.stop_file.unlink(missing_ok=True)
@@ -228,15 +228,15 @@ def check_names(space: Space, overrides: Overrides) -> tuple[dict[str, Any], lis
         `(first, notices)`: values of a first trial, and lines for the user.
 
     Raises:
-        ConfigError: a setting cannot be searched, or is given as a flag too.
+        ConfigError: a setting cannot be varied, or is given as a flag too.
     """
     first = {name: _some(each)[0] for name, each in space.items()}
     settings, others, notices = split_sweep(first)
     known = rules(DistributedConfig)
     for name in settings:
-        if known[name].group == "Resources" or name in ("checkpoint_dir", "resume_from_checkpoint"):
+        if known[name].section == "Resources" or name in ("checkpoint_dir", "resume_from_checkpoint"):
             raise ConfigError(
-                f"{name} cannot be searched, because a search varies hyperparameters only: set it for all trials"
+                f"{name} cannot be varied, because a sweep varies hyperparameters only: set it for all trials"
             )
         if name in overrides.flag and not isinstance(settings[name], Mapping):
             raise ConfigError(
@@ -295,23 +295,23 @@ def _space_text(path: str) -> Any:
     return parse_yaml(Path(path).read_bytes())
 
 
-def _work(plan: SearchPlan, on_event: OnEvent) -> None:
-    """Run the search in the subreaper's child."""
+def _work(plan: SweepPlan, on_event: OnEvent) -> None:
+    """Run the sweep in the subreaper's child."""
     try:
-        engine().search(plan, lambda line: on_event({"line": json.loads(json.dumps(line, default=str))}))
+        engine().run_sweep(plan, lambda line: on_event({"line": json.loads(json.dumps(line, default=str))}))
         on_event({"end": 0})
     except DistributedError as error:
         on_event({"end": error.exit_code, "error": str(error)})
     except BaseException as error:  # the top frame of a process: the parent must receive every error
         lines = [line for line in str(error).splitlines() if line.strip()]
         text = f"{type(error).__name__}: {lines[-1] if lines else ''}".rstrip(": ")
-        on_event({"end": 3, "error": f"the search failed ({text}): see {plan.directory / 'search.log'}"})
+        on_event({"end": 3, "error": f"the sweep failed ({text}): see {plan.directory / 'search.log'}"})
         raise
 
 
 @dataclasses.dataclass
 class _End:
-    """How a search ended."""
+    """How a sweep ended."""
 
     exit_code: int = 1
     error: str | None = None
@@ -323,12 +323,12 @@ class _End:
         return "KILLED" if self.signum else "FINISHED" if self.exit_code == 0 else "FAILED"
 
 
-class _SearchWatch:
-    """Read the events of the search, and pass a stop request on to it."""
+class _SweepWatch:
+    """Read the events of the sweep, and pass a stop request on to it."""
 
     def __init__(
         self,
-        plan: SearchPlan,
+        plan: SweepPlan,
         sweep: Sweep,
         subreaper: Subreaper,
         signals: Signals,
@@ -337,7 +337,7 @@ class _SearchWatch:
     ) -> None:
         self._plan, self._sweep, self._subreaper, self._signals, self._table = plan, sweep, subreaper, signals, table
         self._tracked = tracked
-        self._end = _End(error=f"the search was killed: see {plan.directory / 'search.log'}")
+        self._end = _End(error=f"the sweep was killed: see {plan.directory / 'search.log'}")
         self._deadline: float | None = None
 
     def run(self) -> _End:
@@ -355,7 +355,7 @@ class _SearchWatch:
         return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _stops(self, numbers: list[int]) -> bool:
-        """Handle signals. Return True if this process is to stop waiting for the search."""
+        """Handle signals. Return True if this process is to stop waiting for the sweep."""
         for number in (each for each in numbers if each in STOP_SIGNALS):
             if self._end.signum:
                 return True
@@ -368,7 +368,7 @@ class _SearchWatch:
         return self._deadline is not None and time.monotonic() > self._deadline
 
     def _hear(self) -> bool:
-        """Handle the events of the search. Return False once it has ended."""
+        """Handle the events of the sweep. Return False once it has ended."""
         events = self._subreaper.read()
         for event in events or ():
             if "line" in event:

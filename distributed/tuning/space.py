@@ -1,5 +1,5 @@
 """Search spaces: names and their possible values. In YAML a value is written `{loguniform: [1e-4, 1e-1]}`; in code
-it may also be a domain of a search library."""
+it may also be a domain of Ray Tune."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Dimension:
     sampler: Callable[[Any], Any] | None = None  # for kind "sampler": numpy RandomState -> value
 
     @property
-    def is_searched(self) -> bool:
+    def is_varied(self) -> bool:
         """Return whether there is more than one value."""
         return self.kind != "constant"
 
@@ -98,7 +98,7 @@ def make_space(content: Any, where: str = "search_space") -> dict[str, Dimension
         if not isinstance(name, str):
             raise ConfigError(f"{where}: the name {name!r} is a {type(name).__name__}: write it in quotes")
     space = {name: _dimension(f"{where}: {name}", value) for name, value in content.items()}
-    if not any(each.is_searched for each in space.values()):
+    if not any(each.is_varied for each in space.values()):
         raise ConfigError(f"{where} has constants only: give a name several values, as {_EXAMPLE}")
     return space
 
@@ -167,7 +167,7 @@ def _number(value: Any) -> Any:
 
 
 def _of_library(where: str, domain: Any, sample: Callable[..., Any]) -> Dimension:
-    """Return the dimension for a domain of a search library. If its kind is unknown, the library draws each value."""
+    """Return the dimension for a domain of Ray Tune. If its kind is unknown, Ray Tune draws each value."""
     categories = getattr(domain, "categories", None)
     if categories is not None:
         return _choice(where, list(categories))
@@ -186,23 +186,19 @@ def _of_library(where: str, domain: Any, sample: Callable[..., Any]) -> Dimensio
 def draw(space: Space, state: Any) -> dict[str, Any]:
     """Return one value for each name, drawn from a numpy RandomState."""
     return {
-        name: each.values[0]
-        if not each.is_searched
-        else each.sampler(state)
-        if each.sampler
-        else each.at(state.random())
+        name: each.values[0] if not each.is_varied else each.sampler(state) if each.sampler else each.at(state.random())
         for name, each in space.items()
     }
 
 
 def constants(space: Space) -> dict[str, Any]:
     """Return the values that all trials share."""
-    return {name: each.values[0] for name, each in space.items() if not each.is_searched}
+    return {name: each.values[0] for name, each in space.items() if not each.is_varied}
 
 
-def searched(space: Space) -> dict[str, Dimension]:
-    """Return the dimensions that are searched."""
-    return {name: each for name, each in space.items() if each.is_searched}
+def varied(space: Space) -> dict[str, Dimension]:
+    """Return the dimensions that have more than one value."""
+    return {name: each for name, each in space.items() if each.is_varied}
 
 
 def size_of_grid(space: Space) -> int | None:

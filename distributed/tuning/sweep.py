@@ -1,6 +1,6 @@
-"""Files of a search: a journal of all trials, and the result as `sweep.json` and `best.yaml`.
+"""Files of a sweep: a journal of all trials, and the result as `sweep.json` and `best.yaml`.
 
-DIR/sweep.yaml      configuration of the search
+DIR/sweep.yaml      configuration of the sweep
 DIR/trials.jsonl    journal with one line for each event; everything else is made from it
 DIR/trials/00000/   run directory of a trial; 00000.log beside it holds the output of the trial
 DIR/sweep.json      metric, mode, each trial with its configuration and metrics, the best trial
@@ -98,7 +98,7 @@ def progress_of(row: EpochMetrics, number: int) -> int:
 
 
 class Sweep:
-    """All trials of one search, in memory and on disk. Only one process may write."""
+    """All trials of one sweep, in memory and on disk. Only one process may write."""
 
     def __init__(self, directory: Path, metric: str, mode: str) -> None:
         self.directory, self.metric, self.mode = directory, metric, mode
@@ -295,17 +295,17 @@ def _as_yaml(value: Any) -> Any:
 
 
 def open_sweep(directory: Path, metric: str, mode: str, configuration: Mapping[str, Any], resume: bool) -> Sweep:
-    """Open the search in `directory` and lock the directory. With `resume`, read the journal of an earlier process.
+    """Open the sweep in `directory` and lock the directory. With `resume`, read the journal of an earlier process.
 
     Args:
-        directory: run directory of the search.
+        directory: run directory of the sweep.
         metric: name of the metric that is optimised.
         mode: "min" or "max".
-        configuration: settings, search space and flags of the search. A resume must have the same one.
-        resume: whether to continue a search that was cut off.
+        configuration: settings, search space and flags of the sweep. A resume must have the same one.
+        resume: whether to continue a sweep that was cut off.
 
     Raises:
-        ConfigError: the directory holds another search, or none to resume.
+        ConfigError: the directory holds another sweep, or none to resume.
     """
     import yaml
 
@@ -351,7 +351,7 @@ def _configuration_before(file: Path) -> Mapping[str, Any]:
 
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any], directory: Path) -> None:
-    """Raise ConfigError if a resumed search has another configuration. Its number of trials may only grow."""
+    """Raise ConfigError if a resumed sweep has another configuration. Its number of trials may only grow."""
     # in the order of the command line, because later settings follow from earlier ones
     for name in {**now, **before}:
         one, other = before.get(name), now.get(name)

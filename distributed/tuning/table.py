@@ -1,4 +1,4 @@
-"""Trials of a search on standard output: a live table on a terminal, otherwise one line for each trial that ends."""
+"""Trials of a sweep on standard output: a live table on a terminal, otherwise one line for each trial that ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOM = 8  # lines of the terminal that are reserved for other output
 
 
 class TrialTable:
-    """Show a search on standard output while it runs."""
+    """Show a sweep on standard output while it runs."""
 
     def __init__(self, sweep: Sweep, num_samples: int, lines: list[str]) -> None:
         self._sweep, self._num_samples = sweep, num_samples
@@ -42,14 +42,14 @@ class TrialTable:
     def print_line(self, line: str) -> None:
         """Print a line that stays above the live table."""
         line = shown(line)
-        with contextlib.suppress(OSError):  # the terminal or the pipe was closed: the search continues
+        with contextlib.suppress(OSError):  # the terminal or the pipe was closed: the sweep continues
             if self._live is not None:
                 self._console.print(line, markup=False, highlight=False, emoji=False)
             else:
                 print(line, flush=True)  # noqa: T201 - the display of a command
 
     def show(self, line: Mapping[str, Any]) -> None:
-        """Show the event of a journal line. The search must already contain it."""
+        """Show the event of a journal line. The sweep must already contain it."""
         record = self._sweep.records[line["trial"]]
         if line["event"] == "retried":
             self.print_line(f"trial {record.name}  failed and continues: {line['error']}")

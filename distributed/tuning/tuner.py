@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from distributed.checkpoints.store import read_state
 from distributed.config.addresses import refuse_address
 from distributed.config.gpus import visible_gpus
 from distributed.config.merging import MergedConfig, Overrides, merge
@@ -24,27 +25,30 @@ from distributed.launching.script import check_script
 from distributed.loggers.notebook import in_notebook
 from distributed.loggers.registry import check_directories, check_libraries
 from distributed.runs.directory import choose_run_dir, script_name
+from distributed.runs.history import History
+from distributed.training.remote import take_up
 from distributed.training.trial import Trial, inside
 from distributed.tuning.cell import CellProgress
+from distributed.tuning.engine import engine, run_sweep
 from distributed.tuning.jobs import FunctionJob, ScriptJob, script_job
 from distributed.tuning.mlflow_run import environ_of_trials, run_of_sweep
-from distributed.tuning.plan import SHARING, SearchPlan, bundles_of, check_pairing, check_scheduler, mode_of, total
+from distributed.tuning.plan import SHARING, SweepPlan, bundles_of, check_pairing, check_scheduler, mode_of, total
 from distributed.tuning.proposals import check_search
-from distributed.tuning.results import checkpoint_of, taken_up
-from distributed.tuning.search import engine, run_search
+from distributed.tuning.results import checkpoint_of
 from distributed.tuning.space import Space, make_space
 from distributed.tuning.sweep import Sweep, TrialRecord, open_sweep, scores
 
 if TYPE_CHECKING:
+    from distributed.training.fits import Fits
     from distributed.tuning.mlflow_run import SweepRun
 
 logger = logging.getLogger(__name__)
 
 
 class DistributedTuner:
-    """Search for the values with which `train_fn` gives the best metric.
+    """Find the values with which `train_fn` gives the best metric, by a sweep over many trials.
 
-    This process runs the search; trials run in processes of Ray.
+    This process runs the sweep; trials run in processes of Ray.
 
     Args:
         train_fn: a function `train_fn(config)`, or the path of a script. A function returns metrics (a dict, or the
@@ -61,11 +65,11 @@ class DistributedTuner:
             of its processes.
         scheduler: "asha", "hyperband", "pbt", or None to run every trial to its end.
         scheduler_options: options of the scheduler, such as `{"grace_period": 2}`. One unit of time is an epoch.
-        search: "random", "grid", "optuna" or "bayesopt".
+        search: the search algorithm: "random", "grid", "optuna" or "bayesopt".
         max_concurrent: number of trials that run at once (default: as many as the resources allow).
         max_failures: how often a crashed trial restarts from its newest checkpoint.
         run_dir: directory of the trials (default: `runs/<script>-<time>-<id>`).
-        resume: whether to continue the search in `run_dir`.
+        resume: whether to continue the sweep in `run_dir`.
         address: a Ray cluster to join, HOST:PORT (default: the one that this process is connected to, otherwise a new
             local one).
         settings: fields of DistributedConfig for every trial, such as `mlflow_tracking=True`. Arguments of a Trainer in
@@ -105,7 +109,7 @@ class DistributedTuner:
             )
         mode = mode_of(metric, mode)
         if resume and run_dir is None:
-            raise ConfigError("resume=True needs the directory of the search: add run_dir")
+            raise ConfigError("resume=True needs the directory of the sweep: add run_dir")
         self.train_fn, self.metric, self.mode = train_fn, metric, mode
         self.space: Space = make_space(search_space)
         self.scheduler, self.scheduler_options = check_scheduler(scheduler, scheduler_options or {})
@@ -141,15 +145,15 @@ class DistributedTuner:
 
         Raises:
             TrainingError: every trial failed. The message has the cause of the first failure.
-            ConfigError: `num_samples` does not fit the search, or no trial reported the metric.
+            ConfigError: `num_samples` does not fit the search algorithm, or no trial reported the metric.
             KeyboardInterrupt: Ctrl-C. The trials have saved, and `sweep.json` is written.
             TrainingInterrupted: SIGTERM (exit code 143). The trials have saved, and `sweep.json` is written.
         """
         number = check_search(self._search, self.space, num_samples)
-        refuse_address(self._run_dir or "", "a search")
+        refuse_address(self._run_dir or "", "a sweep")
         directory = Path(self._run_dir if self._run_dir is not None else choose_run_dir(script_name())).absolute()
         job = self._job(directory)
-        plan = SearchPlan(
+        plan = SweepPlan(
             directory, job, self.space, self.metric, self.mode, number, self._bundles,
             search=self._search, scheduler=self.scheduler, scheduler_options=self.scheduler_options, seed=self._seed,
             max_concurrent=self._max_concurrent, max_failures=self._max_failures, address=self._address,
@@ -167,7 +171,7 @@ class DistributedTuner:
             for each in listeners:
                 each.start()
             with _stopping(plan.stop_file) as seen:
-                run_search(plan, sweep, lambda line: [each.hear(line) for each in listeners])
+                run_sweep(plan, sweep, lambda line: [each.hear(line) for each in listeners])
             status = "KILLED" if seen else "FINISHED"
         finally:
             sweep.interrupt()
@@ -190,7 +194,7 @@ class DistributedTuner:
         return merge(Overrides(), {}, sweep=self._settings)
 
     def _listeners(self, sweep: Sweep, number: int) -> list[SweepRun | CellProgress]:
-        """Return the displays and logs that follow the search."""
+        """Return the displays and logs that follow the sweep."""
         cell = CellProgress(sweep, number) if in_notebook() else None
         script = script_name() if callable(self.train_fn) else os.fspath(self.train_fn)
         tracked = run_of_sweep(sweep, self._merged(), script, self._configuration(number), logger.warning)
@@ -208,7 +212,7 @@ class DistributedTuner:
 
     @property
     def run_dir(self) -> Path:
-        """Directory of the search. Available after `tune()`."""
+        """Directory of the sweep. Raises ConfigError before `tune()`."""
         return self._done().directory
 
     @property
@@ -255,9 +259,13 @@ class DistributedTuner:
 
         This calls `train_fn` in this process up to its call of `fit`, which does not train.
 
+        Returns:
+            The Trainer, which can evaluate, predict, save and train further.
+
         Raises:
-            ConfigError: the job is a script, the best trial saved no checkpoint, or `train_fn` calls no `fit` of a
-                Trainer.
+            ConfigError: the job is a script, the sweep has not run, no trial reported a finite value of the metric, the best trial
+                saved no checkpoint, or `train_fn` calls no `fit` of a Trainer.
+            CheckpointError: the checkpoint is damaged or does not fit the model.
         """
         if not callable(self.train_fn):
             raise ConfigError(
@@ -270,7 +278,9 @@ class DistributedTuner:
             with inside(trial):
                 self.train_fn(self.best_params)
         except _Made as made:
-            return taken_up(made.trainer, checkpoint)
+            state, _ = read_state(checkpoint)
+            take_up(made.fits, checkpoint, state, History.of(state, str(checkpoint.parent.parent), state.total_time))
+            return made.trainer
         raise ConfigError("train_fn called no fit of a Trainer: there is no trainer to return")
 
     def _done(self) -> Sweep:
@@ -288,13 +298,13 @@ class DistributedTuner:
 class _Made(BaseException):
     """Carry a Trainer out of the function that would train it."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, fits: Fits) -> None:
         super().__init__("a trainer was made")
-        self.trainer = trainer
+        self.trainer, self.fits = trainer, fits
 
 
-def _made(trainer: Any) -> None:
-    raise _Made(trainer)
+def _made(trainer: Any, fits: Fits) -> None:
+    raise _Made(trainer, fits)
 
 
 def _checked(settings: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:

@@ -34,13 +34,13 @@ class SettingsTable(SphinxDirective):
 
 
 def _settings(backends: list[Capabilities]) -> Iterator[tuple[tables.Cell, ...]]:
-    group = ""
+    section = ""
     for name, rule in rules(DistributedConfig).items():
         if name in GROUPS:
             continue
-        if rule.group != group:
-            group = rule.group
-            yield (group,)
+        if rule.section != section:
+            section = rule.section
+            yield (section,)
         needs = " and ".join(need.what for need in EFFECTS[name])
         yield _row(name, rule, needs, _refused(name, backends))
     yield ("Options of the data pipeline",)
@@ -53,7 +53,9 @@ def _settings(backends: list[Capabilities]) -> Iterator[tuple[tables.Cell, ...]]
             yield (f"Options of {each.backend}",)
         for option, rule in found.items():
             name = f"{each.group}.{option}"
-            yield _row(name, rule, each.needs.get(name, ""), [nodes.Text("as a flag: backends without this group")])
+            yield _row(
+                name, rule, each.needs.get(name, ""), [nodes.Text("as a flag: backends without this option group")]
+            )
 
 
 def _row(name: str, rule: Rule, needs: str, refused: list[nodes.Node]) -> tuple[tables.Cell, ...]:

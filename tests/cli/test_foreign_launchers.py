@@ -143,10 +143,10 @@ def worker(at):
     rank, size, port = (number(at.environ, f"TOY_{name}") for name in ("TASK", "TASKS", "PORT"))
     return WorkerEnvironment(rank, rank, size, size, 0, "127.0.0.1", port, 0, "toy")
 
-ROW = ClusterEnvironment("toy", worker, listens="toyrun listens on all interfaces", job=lambda environ: environ["TOY_JOB"])
+ENTRY = ClusterEnvironment("toy", worker, listens="toyrun listens on all interfaces", job=lambda environ: environ["TOY_JOB"])
 """
 REGISTERED = (
-    "from distributed.launching.environments.registry import ENVIRONMENTS; ENVIRONMENTS.append(toy_environment.ROW)"
+    "from distributed.launching.environments.registry import ENVIRONMENTS; ENVIRONMENTS.append(toy_environment.ENTRY)"
 )
 UNDER_TOY = f"""
 import toy_environment
@@ -162,7 +162,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def test_a_cluster_environment_of_ones_own_is_one_file_and_one_row(script, start, tmp_path):
+def test_a_cluster_environment_of_ones_own_is_one_file_and_one_entry(script, start, tmp_path):
     for name, text in (("toy_environment", TOY), ("under_toy", UNDER_TOY), ("command", COMMAND)):
         (tmp_path / f"{name}.py").write_text(text)
     port = str(free_port())

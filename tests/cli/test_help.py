@@ -27,7 +27,7 @@ from distributed.config.flags import SETTINGS
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
 from distributed.tuning.plan import SCHEDULERS as TRIAL_SCHEDULERS
-from distributed.tuning.proposals import SEARCHES
+from distributed.tuning.proposals import SEARCH_ALGORITHMS
 
 OWN = ("train", "tune", "submit")  # these parse their flags with argparse
 
@@ -103,7 +103,7 @@ def parse(verb: str, arguments: list[str]) -> None:
         settings = [*SETTINGS, *ALIASES, *ALIAS_SWITCHES]
         if verb == "tune":
             settings.remove("scheduler")  # a scheduler of trials here
-            assert flags["search"] in SEARCHES and flags["scheduler"] in (None, "none", *TRIAL_SCHEDULERS)
+            assert flags["search"] in SEARCH_ALGORITHMS and flags["scheduler"] in (None, "none", *TRIAL_SCHEDULERS)
         check_values({name: flags[name] for name in settings if flags.get(name) is not None}, flags["set"])
     else:
         command = command_of(verb)

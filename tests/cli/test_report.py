@@ -89,7 +89,7 @@ def test_a_sweep_directory_gets_its_own_page(run_cli, tmp_path):
     ("arguments", "said"),
     [
         (["none"], "run 'none' does not exist: name a run directory"),
-        (["."], "it holds 1, as 'run': name a run"),
+        (["."], "it contains runs, such as 'run': name a run"),
         (["run", "--compare"], "--compare needs two or more runs: name another one"),
         (["run", "run", "--output", "x.html"], "add --compare, or drop --output"),
         (["run", "--output", "run"], "--output 'run' is a directory"),

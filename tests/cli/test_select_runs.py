@@ -254,7 +254,7 @@ def test_a_further_fit_that_was_cut_off_is_killed_once_its_launcher_has_ended(th
     assert read_state_of(three / "a/fit-2").status == "killed"
 
 
-def test_a_trial_of_a_search_that_goes_on_is_not_deleted(three):
+def test_a_trial_of_a_sweep_that_goes_on_is_not_deleted(three):
     trial = make_run(Path("sweep/trials/00000"), status="running")
     (trial / ".lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     with locked(Path("sweep")):

@@ -246,7 +246,7 @@ def test_a_script_that_always_crashes_is_told_by_its_cause(run_cli, place, clust
         (["--scheduler", "asha", "--scheduler-option", "grace_perio=1"], SPACE, 2, "did you mean 'grace_period'?"),
         ([], "", 2, "is empty: give each name its values"),
         ([], "learning_rate: {logunifrm: [1, 2]}", 2, "did you mean 'loguniform'?"),
-        ([], "nproc_per_node: [1, 2]", 2, "nproc_per_node cannot be searched"),
+        ([], "nproc_per_node: [1, 2]", 2, "nproc_per_node cannot be varied"),
         ([], "batch_size: [8, 0]", 2, "batch_size=0"),
         (["--search", "random", "--num-samples", "2"], "batch_size: {uniform: [16, 64]}", 2, "or randint instead of uniform in the search space"),
         ([], "lr: [0.1]\nlearning_rate: [0.2]", 2, "lr and learning_rate in the search space are the same setting"),

@@ -1,4 +1,4 @@
-"""Run the suite of `distributed.testing` on every backend, with one row of ROWS each, as `python -m distributed.testing` does."""
+"""Run the suite of `distributed.testing` on every backend, with one of ADAPTERS each, as `python -m distributed.testing` does."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ from distributed.testing.travel import table, travel
 from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 
-# `make test` runs the engines that torch has itself, in pairs of adapter and number of processes. `make conformance` adds one row of
+# `make test` runs the engines that torch has itself, in pairs of adapter and number of processes. `make conformance` adds one of
 # Horovod and one of ZeRO, which other tests compare by default (test_horovod.py with pytorch-ddp, test_deepspeed.py with one process).
 # `make test-full` adds the rest of the product. By default, test_tensorflow.py compares TensorFlow with a plain loop, test_parity.py with
 # torch, and test_ray.py the bits of Ray, whose workers run the engines that are tested here, with those of pytorch-ddp.
-# `python -m distributed.testing 'ray[cpus_per_worker=0.5]:1,3'` runs any other row.
-ROWS = """
-    single:1 pytorch-ddp:3 fsdp:2
-"""
-MORE_ROWS = """
-    pytorch-ddp:1,2 fsdp:1,3 horovod:1,2,3 deepspeed[zero_stage=0]:2 deepspeed[zero_stage=1]:3 deepspeed[zero_stage=2]:2
-    deepspeed[zero_stage=3]:2,3 ray[cpus_per_worker=0.5]:2 ray[engine=fsdp]:2 tensorflow:2
-"""
+# `python -m distributed.testing 'ray[cpus_per_worker=0.5]:1,3'` runs any other one.
+ADAPTERS = list(map(Adapter.parse, ("single:1", "pytorch-ddp:3", "fsdp:2")))
+MORE_ADAPTERS = list(map(Adapter.parse, (
+    "pytorch-ddp:1,2", "fsdp:1,3", "horovod:1,2,3", "deepspeed[zero_stage=0]:2", "deepspeed[zero_stage=1]:3", "deepspeed[zero_stage=2]:2",
+    "deepspeed[zero_stage=3]:2,3", "ray[cpus_per_worker=0.5]:2", "ray[engine=fsdp]:2", "tensorflow:2",
+)))  # fmt: skip
 
 
 def worlds_of(adapters):
@@ -42,8 +40,6 @@ def worlds_of(adapters):
     return {f"{adapter}-{world}": (adapter, world) for adapter in adapters for world in adapter.world_sizes}
 
 
-ADAPTERS = [Adapter.parse(row) for row in ROWS.split()]
-MORE_ADAPTERS = [Adapter.parse(row) for row in MORE_ROWS.split()]
 SOME_WORLDS = worlds_of(ADAPTERS)
 WORLDS = {**SOME_WORLDS, **worlds_of(MORE_ADAPTERS)}
 pytestmark = pytest.mark.timeout(1200)

@@ -118,5 +118,7 @@ def needs_backend_of(name: str) -> None:
         needs_library("keras", "tensorflow")
 
 
-def test_every_backend_has_an_old_checkpoint():
-    assert {flags.split()[1] for _, flags in RUNS.values()} == set(REGISTRY)
+def test_every_backend_of_the_first_version_has_an_old_checkpoint():
+    """A backend that came later has none. Its checkpoint is added when the format changes (CONTRIBUTING.md)."""
+    written = {flags.split()[1] for _, flags in RUNS.values()}
+    assert written <= set(REGISTRY) and len(written) == 7

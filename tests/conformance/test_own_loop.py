@@ -184,13 +184,13 @@ def test_a_run_goes_on_with_other_numbers_of_processes(run_cli, trained, tmp_pat
 def test_a_trial_of_a_script_reports_what_the_loop_logs(run_cli, tmp_path):
     needs_backend("ray")
     (tmp_path / "space.yaml").write_text("learning_rate: [0.1]")
-    search = [
+    sweep = [
         "--search-space", str(tmp_path / "space.yaml"), "--num-samples", "1", "--metric", "val_first", "--mode", "max",
     ]  # fmt: skip
-    where = ["--nproc-per-node", "2", "--run-dir", str(tmp_path / "search"), "--", str(tmp_path), "{}"]
-    done = run_cli(["tune", "--script", str(JOB), *search, *where], timeout=240)
+    where = ["--nproc-per-node", "2", "--run-dir", str(tmp_path / "sweep"), "--", str(tmp_path), "{}"]
+    done = run_cli(["tune", "--script", str(JOB), *sweep, *where], timeout=240)
     assert done.returncode == 0, done.output
-    (trial,) = json.loads((tmp_path / "search" / "sweep.json").read_text())["trials"]
+    (trial,) = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["trials"]
     assert (trial["status"], trial["epochs"], trial["metrics"]["val_first"]) == ("finished", 2, 1)
 
 

@@ -1,4 +1,4 @@
-"""Run DistributedTuner with real trials: many searches on one local cluster of two CPUs."""
+"""Run DistributedTuner with real trials: many sweeps on one local cluster of two CPUs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests import event_files
 from tests.conformance.runs import FULL
 from tests.conftest import Started, clean_environment, needs_backend
 
-JOB = Path(__file__).parent / "jobs" / "tuner" / "searches.py"
+JOB = Path(__file__).parent / "jobs" / "tuner" / "sweeps.py"
 pytestmark = pytest.mark.timeout(3000)
 
 
 def run(tmp_path_factory, kind, end):
-    """Yield (the directory of the searches, the output of the command). `end` ends the last search, which is on a cluster of its own."""
+    """Yield (the directory of the sweeps, the output of the command). `end` ends the last sweep, which is on a cluster of its own."""
     needs_backend("ray")
     cwd = tmp_path_factory.mktemp("cwd")
     with tempfile.TemporaryDirectory(prefix="tuner-") as out:  # short: sockets lie in it
@@ -41,13 +41,13 @@ def run(tmp_path_factory, kind, end):
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    """Run the searches of `make test`. The last one gets a Ctrl-C of the terminal, which goes to all processes of the command."""
+    """Run the sweeps of `make test`. The last one gets a Ctrl-C of the terminal, which goes to all processes of the command."""
     yield from run(tmp_path_factory, "few", lambda pid: os.killpg(pid, signal.SIGINT))
 
 
 @pytest.fixture(scope="module")
 def ended_too(tmp_path_factory):
-    """Run the searches that only `make test-full` runs. The last one gets a SIGTERM, which goes to the process of the command only."""
+    """Run the sweeps that only `make test-full` runs. The last one gets a SIGTERM, which goes to the process of the command only."""
     yield from run(tmp_path_factory, "more", lambda pid: os.kill(pid, signal.SIGTERM))
 
 
@@ -75,7 +75,7 @@ def test_a_grid_of_a_function_that_returns_metrics(found):
     assert facts["first"]["score"] == 0 and facts["first"]["note"] == "3" and facts["first"]["as_object"] == 2.0
 
 
-def test_optimizers_and_schedules_are_searched_by_name_and_each_validation_is_reported(found):
+def test_optimizers_and_schedules_are_varied_by_name_and_each_validation_is_reported(found):
     trials = found["named"]
     pairs = [(trial["values"]["optimizer"], trial["values"]["scheduler"]) for trial in trials]
     assert sorted(pairs) == [("adafactor", "linear"), ("adafactor", "wsd"), ("sgd", "linear"), ("sgd", "wsd")]
@@ -85,8 +85,8 @@ def test_optimizers_and_schedules_are_searched_by_name_and_each_validation_is_re
 
 
 @FULL
-def test_a_search_that_learns_is_told_what_came_of_its_trials(more):
-    """The first ten trials are random. The later ones differ from those of a search that gets no results."""
+def test_a_search_algorithm_that_learns_is_told_what_came_of_its_trials(more):
+    """The first ten trials are random. The later ones differ from those of a sweep that gets no results."""
     tried = more["optuna"]["tried"]
     deaf = make_proposals("optuna", make_space({"a": {"uniform": [0, 10]}}), 1)
     unheard = [deaf.ask()["a"] for _ in tried]
@@ -96,7 +96,7 @@ def test_a_search_that_learns_is_told_what_came_of_its_trials(more):
 
 @FULL
 def test_a_cluster_of_its_own_runs_one_trial_at_a_time(more):
-    """The search runs in a process that imported Ray before."""
+    """The sweep runs in a process that imported Ray before."""
     assert more["own"]["best"] == {"a": 1}
     one = ("started", "row", "ended")
     assert more["own"]["happened"] == [[number, event] for number in range(3) for event in one]
@@ -104,7 +104,7 @@ def test_a_cluster_of_its_own_runs_one_trial_at_a_time(more):
 
 @pytest.mark.parametrize(("kind", "number"), [("few", signal.SIGINT), pytest.param("more", signal.SIGTERM, marks=FULL)])
 def test_a_signal_has_all_trials_save_and_leaves_no_process(request, kind, number):
-    """The search runs on a cluster of its own, in a process that was connected to another cluster before."""
+    """The sweep runs on a cluster of its own, in a process that was connected to another cluster before."""
     place, done = request.getfixturevalue("ended" if kind == "few" else "ended_too")
     if number == signal.SIGINT:
         assert done.returncode != 0 and done.stderr.splitlines()[-1] == "KeyboardInterrupt", done.output[-6000:]
@@ -118,7 +118,7 @@ def test_a_signal_has_all_trials_save_and_leaves_no_process(request, kind, numbe
     assert (place / kind / "best.yaml").exists() and not (place / kind / ".stop").exists()
 
 
-def test_the_report_of_a_search_shows_its_parameters_and_their_importance(ended, tmp_path):
+def test_the_report_of_a_sweep_shows_its_parameters_and_their_importance(ended, tmp_path):
     place, _ = ended
     panels = {panel.title: panel for panel in sweep_panels(read_sweep(place / "grid"))}
     parameters, importance = panels["Parameters"].more, panels["Importance of the parameters"].lines[0].data
@@ -130,7 +130,7 @@ def test_the_report_of_a_search_shows_its_parameters_and_their_importance(ended,
 
 
 @FULL
-def test_the_report_of_a_search_shows_the_curves_of_its_trials(ended_too):
+def test_the_report_of_a_sweep_shows_the_curves_of_its_trials(ended_too):
     place, _ = ended_too
     (curves,) = [panel for panel in sweep_panels(read_sweep(place / "asha")) if panel.title == "Curves of the trials"]
     assert max(len(line.data["y"]) for line in curves.lines) == 9 and len(curves.lines) == 8
@@ -225,7 +225,7 @@ def test_a_sweep_goes_on_as_if_it_had_never_ended(request, side_by_side):
 
 
 @FULL
-def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(more):
+def test_mlflow_has_one_run_of_the_sweep_with_one_of_each_trial_below(more):
     facts = more["tracked"]
     runs = facts["runs"]
     parents = {run["name"]: run_id for run_id, run in runs.items() if "mlflow.parentRunId" not in run["tags"]}
@@ -238,7 +238,7 @@ def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(more):
     assert [run["name"] for run in trials] == [trial["id"] for trial in facts["trials"]] and len(runs) == 3 + 3 + 2 + 1
     assert {run["experiment"] for run in runs.values()} == {
         parent["experiment"]
-    }  # the experiment of all searches of this script
+    }  # the experiment of all sweeps of this script
     assert [float(run["params"]["learning_rate"]) for run in trials] == [
         trial["config"]["lr"] for trial in facts["trials"]
     ]
@@ -250,7 +250,7 @@ def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(more):
     assert {"sweep.json", "sweep.yaml", "best.yaml"} <= set(parent["artifacts"])
     assert facts["again"] == pytest.approx(best["metrics"]["val_loss"], rel=1e-6)  # no further run of it
 
-    plain = below["bowls"]  # these trials have no Trainer, so the search logs them
+    plain = below["bowls"]  # these trials have no Trainer, so the sweep logs them
     assert [(run["params"]["a"], run["status"]) for run in plain] == [("1", "FINISHED"), ("2", "FAILED")]
     assert plain[0]["metrics"]["score"] == 1.0 and runs[parents["bowls"]]["metrics"]["best_score"] == 1.0
 
@@ -259,7 +259,7 @@ def test_mlflow_has_one_run_of_the_search_with_one_of_each_trial_below(more):
 
 
 @FULL
-def test_tensorboard_shows_the_trials_of_a_search_with_their_metrics(ended_too, more):
+def test_tensorboard_shows_the_trials_of_a_sweep_with_their_metrics(ended_too, more):
     shown = event_files.sessions(ended_too[0] / "tracked" / "trials")
     rates = {f"{trial['id']}/tensorboard": trial["config"]["lr"] for trial in more["tracked"]["trials"]}
     assert {name: values["learning_rate"] for name, (values, _) in shown.items()} == rates

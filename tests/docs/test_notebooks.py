@@ -1,4 +1,4 @@
-"""The notebooks in examples/notebooks run from top to bottom and show what they say; a search that is interrupted ends."""
+"""The notebooks in examples/notebooks run from top to bottom and show what they say; a sweep that is interrupted ends."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_the_trainer_notebook(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.docs
-def test_the_sweep_notebook_and_a_search_that_is_interrupted(tmp_path):
+def test_the_sweep_notebook_and_a_sweep_that_is_interrupted(tmp_path):
     needs_backend("ray")
     with Kernel(tmp_path) as kernel:
         shown = Shown(kernel, "sweep.ipynb")

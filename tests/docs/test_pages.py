@@ -202,10 +202,12 @@ def test_every_page_has_samples_of_both_kinds():
 
 def test_every_backend_has_a_page_that_names_all_its_options_and_no_others():
     assert {page.stem for page in PAGES if page.parent.name == "backends"} == set(REGISTRY)
-    for row in REGISTRY.values():
-        text = (ROOT / "docs" / "backends" / f"{row.name}.md").read_text()
+    for entry in REGISTRY.values():
+        text = (ROOT / "docs" / "backends" / f"{entry.name}.md").read_text()
         rows = re.findall(r"^\| `([\w.]+)`", text, re.M)
-        assert rows == [f"{row.group}.{option}" for option in option_class(row.group).__dataclass_fields__], row.name
+        assert rows == [f"{entry.group}.{option}" for option in option_class(entry.group).__dataclass_fields__], (
+            entry.name
+        )
 
 
 def prose(page):

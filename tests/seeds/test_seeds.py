@@ -160,11 +160,11 @@ def test_a_sample_for_horovod(horovod, sample):
 
 
 @FULL
-def test_searches_find_their_best(start, tmp_path):
+def test_sweeps_find_their_best(start, tmp_path):
     needs_backend("ray")
     samples = ("002/ray_tune.py", "002/tuner.py")
     with tempfile.TemporaryDirectory(prefix="seeds-") as out:  # short: sockets lie in it
-        done = start([sys.executable, str(HERE / "searches.py"), out], tmp_path, environment(HOME=out)).finish(
+        done = start([sys.executable, str(HERE / "sweeps.py"), out], tmp_path, environment(HOME=out)).finish(
             200, grace=30
         )
     assert done.returncode == 0, (samples, done.output[-3000:])

@@ -74,12 +74,12 @@ def test_the_type_and_the_message_of_an_engines_error_tell_whether_another_rank_
     assert Failure(0, "exception", 1.0, kind, message).is_consequence is is_consequence
 
 
-def test_the_row_of_a_new_engine_says_how_it_reports_a_lost_rank(monkeypatch):
+def test_the_entry_of_a_new_engine_says_how_it_reports_a_lost_rank(monkeypatch):
     lost = Failure(0, "exception", 1.0, "ToyError", "rank 1 has left")
     assert not lost.is_consequence
     errors = PeerErrors(general_types=("ToyError",), messages=("has left",))
-    row = dataclasses.replace(REGISTRY["single"], name="toy", peer_errors=errors)
-    monkeypatch.setitem(REGISTRY, "toy", row)
+    entry = dataclasses.replace(REGISTRY["single"], name="toy", peer_errors=errors)
+    monkeypatch.setitem(REGISTRY, "toy", entry)
     assert lost.is_consequence
     assert not dataclasses.replace(lost, message="no such file").is_consequence
 

@@ -124,7 +124,7 @@ class Rig:
 
     @property
     def messages(self) -> list[str]:
-        return [event["message"] for event in self.events]
+        return [event["text"] for event in self.events]
 
 
 def rig(directory: Path, rank: int = 0, threads: Threads | None = None, **options: Any) -> Rig:
@@ -575,7 +575,7 @@ def test_a_failed_save_is_reported_with_bytes_and_the_third_in_a_row_ends_traini
     assert event["bytes_needed"] == verify(tmp_path / "c" / "step-00000001").total_bytes
     assert event["bytes_free"] > 0
     for part in ("step-00000002", "No space left on device", "needs at least", "failed save 1 of 3"):
-        assert part in event["message"]
+        assert part in event["text"]
     one.backend.before_save = lambda: None
     assert one.save(3) is not None
     one.backend.before_save = full

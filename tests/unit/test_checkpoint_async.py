@@ -15,10 +15,12 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
+from distributed.backends._torch.whole import free_bytes
 from distributed.callbacks import Callback
 from distributed.checkpoints import durable, staging
 from distributed.checkpoints.manifest import list_checkpoints, verify
 from distributed.checkpoints.staging import Staging
+from distributed.config import memory
 from distributed.errors import ConfigError, TrainingError
 from distributed.state import TrainState
 from tests.unit.test_checkpoint import Rig, _on_ranks, names, rig
@@ -140,6 +142,22 @@ def test_memory_is_kept_for_the_next_save_and_refused_if_there_is_too_little(
     ):
         begin(one, 1)
     assert names(tmp_path / "c") == []
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_GROUP", tmp_path)
+    of_machine = memory.available_bytes()
+    assert of_machine is not None and of_machine > 5000
+    (tmp_path / "memory.max").write_text("9000\n")
+    (tmp_path / "memory.current").write_text("7000\n")
+    (tmp_path / "memory.stat").write_text("anon 4000\nfile 3000\ninactive_file 2000\nactive_file 1000\nshmem 0\n")
+    assert memory.available_bytes() == 5000  # what the group has left, and 3000 bytes of files that Linux gives up
+    assert free_bytes(torch.device("cpu"), 2) == 2500
+    staging.check_memory(5000)
+    with pytest.raises(TrainingError, match=r"needs 5\.0 kB of memory .* 5\.0 kB are available"):
+        staging.check_memory(5001)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (memory.available_bytes() or 0) > 5000
 
 
 class Watching(Callback):

@@ -248,7 +248,7 @@ def test_a_written_config_gives_the_same_settings_with_the_same_strength(tmp_pat
         ("ddp:\n  bucket_cap_mb: 3\n  bucket_cap_mb: 4\n", ["'bucket_cap_mb' in line 2 and again in line 3"]),
         ("ddp: 3\n", ["ddp=3", "mapping"]),
         ("? [a, b]\n: 3\n", ["YAML"]),
-        ("ddp: &x\n  a: *x\n", ["uses the alias *x before"]),
+        ("ddp: &x\n  a: *x\n", ["uses the alias *x, but no anchor &x ends before"]),
         ("ddp: {3: 4}\n", ["ddp.3 is not an option"]),
         ("script_args: 3\n", ["script_args=3"]),
         ("a: 1\n---\nb: 2\n", ["YAML", "another document"]),
@@ -576,7 +576,7 @@ def words_of_backends(path, words):
 
 def test_no_file_outside_backends_names_a_backend():
     home = Path(distributed.__file__).parent
-    words = {word for row in REGISTRY.values() for word in (row.name, row.group)}
+    words = {word for entry in REGISTRY.values() for word in (entry.name, entry.group)}
     # Ray is a scheduler too, to which jobs are handed; an operator of Kubernetes starts clusters of it.
     submit = {
         *(home / "launcher" / "submit" / name for name in ("ray_jobs.py", "operators.py")),
@@ -586,11 +586,11 @@ def test_no_file_outside_backends_names_a_backend():
     named = {home / "backends", home / "tuning" / "ray", home / "config" / "registry.py", shown} | submit
     elsewhere = [path for path in home.rglob("*.py") if not named & {path, *path.parents}]
     assert len(elsewhere) > 30
-    places = [place for path in elsewhere for place in words_of_backends(path, words)]
-    assert [place for place in places if "distributed.tuning.ray.search" not in place] == []
+    found = [each for path in elsewhere for each in words_of_backends(path, words)]
+    assert [each for each in found if "distributed.tuning.ray.sweep" not in each] == []
 
 
-def test_a_new_backend_is_a_file_and_a_row():
+def test_a_new_backend_is_a_file_and_an_entry():
     code = """
 import sys, types, dataclasses
 from distributed.config.fields import setting

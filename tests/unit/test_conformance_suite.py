@@ -1,4 +1,4 @@
-"""The rows that the conformance suite is asked for, and what its bf16 check finds."""
+"""The adapters that the conformance suite is asked for, and what its bf16 check finds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distributed.testing.running import refused_cases
 
 
 @pytest.mark.parametrize(
-    ("row", "sizes", "settings"),
+    ("text", "sizes", "settings"),
     [
         ("fsdp", (2, 3), {}),
         ("fsdp:2", (2,), {}),
@@ -22,22 +22,22 @@ from distributed.testing.running import refused_cases
         ("ray[fsdp.cpu_offload=true]", (2, 3), {"fsdp.cpu_offload": True}),
     ],
 )
-def test_a_row_says_backend_settings_and_sizes(row, sizes, settings):
-    adapter = Adapter.parse(row)
+def test_a_text_says_backend_settings_and_sizes(text, sizes, settings):
+    adapter = Adapter.parse(text)
     assert (adapter.backend, adapter.world_sizes, adapter.settings) == (
-        row.partition("[")[0].partition(":")[0],
+        text.partition("[")[0].partition(":")[0],
         sizes,
         settings,
     )
 
 
-@pytest.mark.parametrize("row", ["pytorch-ddp", "deepspeed[zero_stage=3]", "ray[engine=fsdp,cpus_per_worker=0.5]"])
-def test_a_row_is_called_as_it_was_written(row):
-    assert str(Adapter.parse(f"{row}:2")) == row
+@pytest.mark.parametrize("text", ["pytorch-ddp", "deepspeed[zero_stage=3]", "ray[engine=fsdp,cpus_per_worker=0.5]"])
+def test_an_adapter_is_called_as_it_was_written(text):
+    assert str(Adapter.parse(f"{text}:2")) == text
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("text", "said"),
     [
         ("deepspeed[zero_stage=3]2", "write deepspeed[SETTING=VALUE]:1,2,3"),
         ("deepspeed[]:2", "write deepspeed[SETTING=VALUE]:1,2,3"),
@@ -49,9 +49,9 @@ def test_a_row_is_called_as_it_was_written(row):
         ("fdsp[cpu_offload=true]:2", "did you mean 'fsdp'?"),
     ],
 )
-def test_a_row_that_says_nothing_sensible_is_refused(row, said):
+def test_a_text_that_says_nothing_sensible_is_refused(text, said):
     with pytest.raises(ConfigError) as caught:
-        Adapter.parse(row)
+        Adapter.parse(text)
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -60,10 +60,10 @@ def test_the_kind_of_model_is_the_backends_own():
     assert [str(Adapter(name).reference) for name in ("fsdp", "tensorflow")] == ["single", "tensorflow"]
 
 
-@pytest.mark.parametrize("row", ["single:2", "single:1,2"])
-def test_several_processes_of_a_backend_of_one_are_refused_in_one_line(row, capsys):
+@pytest.mark.parametrize("text", ["single:2", "single:1,2"])
+def test_several_processes_of_a_backend_of_one_are_refused_in_one_line(text, capsys):
     assert Adapter.parse("single").world_sizes == (1,)
-    assert main([row]) == 2
+    assert main([text]) == 2
     said = "error: backend='single' does not work with 2 processes, it runs one: write single:1\n"
     assert capsys.readouterr() == ("", said)
 
@@ -125,7 +125,7 @@ def test_a_tensor_that_is_off_is_found_out(gradient, name):
         check_bf16_gradient(half, gradient[0], "it")
 
 
-def test_options_decide_which_models_a_row_trains_and_what_it_refuses():
+def test_options_decide_which_models_an_adapter_trains_and_what_it_refuses():
     torch, tensorflow = Adapter.parse("horovod:2"), Adapter.parse("horovod[keras_backend=tensorflow]:2")
     assert (torch.model, torch.reference.backend) == ("torch", "single")
     assert (tensorflow.model, tensorflow.reference.backend) == ("keras", "tensorflow")

@@ -39,4 +39,4 @@ def test_dasks_distribution_beside_ours_is_said(monkeypatch, capsys):
 def test_another_package_of_the_name_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "distributed", types.ModuleType("distributed"))
 
-    assert "is not ours" in guard.clash()
+    assert "does not belong to distributed-trainer" in guard.clash()

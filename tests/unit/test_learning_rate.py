@@ -1,4 +1,4 @@
-"""The curve of a search for a learning rate: which rate it suggests, and when there is none."""
+"""The curve of the learning-rate finder: which rate it suggests, and when there is none."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_four_times_the_best_smoothed_loss_has_diverged_and_one_bad_batch_has_no
     assert Divergence().add(math.nan) and Divergence().add(math.inf)
 
 
-def test_the_end_of_a_search_holds_after_a_restart():
+def test_the_end_of_a_finder_holds_after_a_restart():
     recorder, again, stopped = LossRecorder(), LossRecorder(), []
     with bound([recorder, again], a_context(stopped.append)):
         recorder.on_train_start(TrainState())

@@ -553,7 +553,7 @@ def test_a_store_gives_back_what_the_loop_saved(tmp_path):
         on_event=print,
     )
     state = again.load(again.find())
-    assert state.to_json() == run.state.to_json() and other.backend.weight == run.backend.weight
+    assert dataclasses.asdict(state) == dataclasses.asdict(run.state) and other.backend.weight == run.backend.weight
 
 
 def test_a_last_checkpoint_that_was_deleted_is_saved_again():

@@ -102,7 +102,7 @@ def test_an_image_is_that_of_the_moment_when_it_is_logged():
     ("make", "message"),
     [
         (lambda: Image(numpy.zeros((2, 5, 7))), r"Image of shape \[2, 5, 7\] is no image"),
-        (lambda: Image(numpy.zeros((3, 5, 3))), "two places for its channels: pass channels='first' or 'last'"),
+        (lambda: Image(numpy.zeros((3, 5, 3))), "two axes that may be its channels: pass channels='first' or 'last'"),
         (lambda: Image(numpy.zeros(3)), "is no image"),
         (lambda: Image(numpy.zeros((2, 2), int)), "Image got int64: pass uint8 from 0 to 255, or floats from 0 to 1"),
         (lambda: Image("picture.png"), "a str is no array of numbers"),

@@ -275,7 +275,7 @@ def test_names_have_the_form_of_a_path_that_mlflow_takes(name, taken):
     assert metric_name(name) == taken
 
 
-def test_a_search_is_told_the_values_of_its_best_moment(tmp_path):
+def test_a_sweep_is_told_the_values_of_its_best_moment(tmp_path):
     """A population's trial has other values at its end."""
     sweep = Sweep(tmp_path, "loss@5", "min")  # MLflow takes no @
     for line in (
@@ -298,11 +298,11 @@ def test_a_search_is_told_the_values_of_its_best_moment(tmp_path):
 
 
 @pytest.mark.parametrize(("asked", "name"), [({}, "train"), ({"mlflow_experiment": "mine"}, "mine")])
-def test_searches_of_one_script_share_an_experiment(tmp_path, asked, name, monkeypatch):
+def test_sweeps_of_one_script_share_an_experiment(tmp_path, asked, name, monkeypatch):
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    for search in ("tune-train-1", "tune-train-2"):
-        (tmp_path / search).mkdir()
+    for sweep in ("tune-train-1", "tune-train-2"):
+        (tmp_path / sweep).mkdir()
         settings = merged(mlflow_tracking=True, **asked)
-        run_of_sweep(Sweep(tmp_path / search, "loss", "min"), settings, "examples/train.py", {}, print)
-        record = RunRecord.read(tmp_path / search)
-        assert (record.experiment, record.name) == (name, search)
+        run_of_sweep(Sweep(tmp_path / sweep, "loss", "min"), settings, "examples/train.py", {}, print)
+        record = RunRecord.read(tmp_path / sweep)
+        assert (record.experiment, record.name) == (name, sweep)

@@ -31,7 +31,7 @@ def printed(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_an_engine_of_one_file_and_one_registry_row_trains_and_resumes(tmp_path: Path) -> None:
+def test_an_engine_of_one_file_and_one_registry_entry_trains_and_resumes(tmp_path: Path) -> None:
     found = printed(run(tmp_path, "toy_job.py"))
     losses = found["losses"]
     assert len(losses) == 4 and losses == sorted(losses, reverse=True)

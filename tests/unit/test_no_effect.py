@@ -169,7 +169,7 @@ def test_every_setting_has_an_effect_is_refused_or_is_named(backend, place, monk
     assert wrong == {}
 
 
-def test_every_setting_has_a_row_and_every_option_was_thought_of():
+def test_every_setting_has_an_entry_and_every_option_was_thought_of():
     assert set(EFFECTS) == set(settings_for_all())
     assert {name for name, needs in EFFECTS.items() if not needs} == set(ALWAYS.split())
     options = {f"{entry.group}.{name}" for entry in REGISTRY.values() for name in rules(option_class(entry.group))}
@@ -407,7 +407,7 @@ def test_another_number_of_nodes_in_the_script_than_the_launchers_is_an_error(mo
         monkeypatch.setenv(name, str(value))
     with pytest.raises(
         ConfigError,
-        match=r"num_nodes=2 in the script but this run was started with num_nodes=1: start with --num-nodes 2",
+        match=r"num_nodes=2 in the script, but this run was started with num_nodes=1: start with --num-nodes 2",
     ):
         Trainer(print, num_nodes=2, device="cpu")
     assert Trainer(print, num_nodes=1, device="cpu").plan.world_size == 2

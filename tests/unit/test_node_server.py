@@ -45,12 +45,12 @@ class Nodes:
         self.num_nodes, self.secret, self.node_timeout = num_nodes, secret, node_timeout
         bound = listen_at(host, port)
         self.where: tuple[str, int] = bound.getsockname()[:2]
-        self.said: list[str] = []
+        self.shown: list[str] = []
         welcome = {"run_dir": "runs/a", "run_id": uuid.uuid4().hex}
         self.recorded: list[dict[str, Any]] = []
         self.server = NodeServer(
             bound, secret, about("node0", num_nodes=num_nodes), welcome, start_timeout=start_timeout,
-            node_timeout=node_timeout, min_nodes=min_nodes, say=self.say, check=check,
+            node_timeout=node_timeout, min_nodes=min_nodes, on_event=self.show, check=check,
             record=lambda event, *time, **detail: self.recorded.append({"event": event, **detail}),
         )  # fmt: skip
         self.pool = ThreadPoolExecutor(8)
@@ -58,15 +58,15 @@ class Nodes:
         self.zero = self.link(0, own=self.server.start())
         self.zero.connect(5)
 
-    def say(self, kind: str, text: str) -> None:
-        self.said.append(f"{kind}: {text}")
+    def show(self, event: Mapping[str, Any]) -> None:
+        self.shown.append(f"{event['kind']}: {event['text']}")
 
     def link(
         self, rank: int | None, own: socket.socket | None = None, secret: str | None = None, **same: Any
     ) -> NodeLink:
         link = NodeLink(
             self.where, self.secret if secret is None else secret, rank, about(f"node{rank}", num_nodes=self.num_nodes, **same),
-            node_timeout=self.node_timeout, say=self.say, own=own,
+            node_timeout=self.node_timeout, on_event=self.show, own=own,
         )  # fmt: skip
         self.links.append(link)
         return link
@@ -157,13 +157,13 @@ def test_a_killed_node_is_named_and_a_replacement_goes_on(make: Callable[..., No
     until(lambda: nodes.zero.is_round_wanted)
     assert time.monotonic() - begin < 6
     waiting = nodes.join(nodes.zero)
-    until(lambda: any("node 1 (node1) has ended" in line and "waiting 20 s" in line for line in nodes.said))
+    until(lambda: any("node 1 (node1) has ended" in line and "waiting 20 s" in line for line in nodes.shown))
 
     replacement = nodes.connected(1)
 
     rounds = [future.result(5) for future in [*waiting, *nodes.join(replacement)]]
     assert rounds[0] == rounds[1] and rounds[0] is not None and rounds[0].number == 2
-    assert any("node 1 (node1) has joined again" in line for line in nodes.said)
+    assert any("node 1 (node1) has joined again" in line for line in nodes.shown)
 
 
 def test_the_seconds_for_which_a_lost_node_is_waited_for_are_counted_down(
@@ -180,7 +180,7 @@ def test_the_seconds_for_which_a_lost_node_is_waited_for_are_counted_down(
     def left() -> list[int]:
         found = [
             re.search(r"^notice: waiting for node 1 \(node1\): (\d+) s left \(node_timeout\)$", line)
-            for line in nodes.said
+            for line in nodes.shown
         ]
         return [int(each[1]) for each in found if each is not None]
 
@@ -235,7 +235,7 @@ def test_a_node_that_does_not_fit_is_refused_and_both_sides_say_why(
     nodes = make(2)
     with pytest.raises(NodesEndedError, match=text):
         nodes.link(rank, **same).connect(10)
-    until(lambda: any(line.startswith(f"warning: node {rank} (node{rank}) was refused") for line in nodes.said))
+    until(lambda: any(line.startswith(f"warning: node {rank} (node{rank}) was refused") for line in nodes.shown))
     one = nodes.connected(1)  # the right one may still come
     assert all(future.result(5) is not None for future in nodes.join(nodes.zero, one))
 
@@ -251,7 +251,7 @@ def test_node_0_that_is_not_there_is_named_with_its_address() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # nobody listens
         where = taken.getsockname()
-        link = NodeLink(where, "", 1, about("node1"), node_timeout=1.0, say=lambda *_: None)
+        link = NodeLink(where, "", 1, about("node1"), node_timeout=1.0, on_event=lambda _: None)
         with pytest.raises(
             NodesEndedError, match=rf"node 0 did not answer at 127.0.0.1:{where[1]} within 0.5 s .*refused.*master_port"
         ):
@@ -370,7 +370,7 @@ def test_a_silent_node_counts_as_lost_after_ten_seconds(
     nodes.begin(nodes.zero, one)
     with one._changed:  # nothing is sent from now on, and nothing closes
         until(lambda: nodes.zero.is_round_wanted)
-    assert any("has been silent" in line for line in nodes.said)
+    assert any("has been silent" in line for line in nodes.shown)
 
 
 def test_messages_of_another_form_end_their_connection_only(make: Callable[..., Nodes]) -> None:
@@ -407,7 +407,7 @@ def test_nodes_go_and_come_while_the_others_go_on(quick: None, make: Callable[..
     cut(one)
     until(lambda: nodes.zero.is_round_wanted)
     assert ranks_of(nodes.join(nodes.zero)) == [[0]]
-    assert "warning: node 1 (node1) has ended, or its connection broke: going on without it" in nodes.said
+    assert "warning: node 1 (node1) has ended, or its connection broke: going on without it" in nodes.shown
 
     two = nodes.connected(2)
     newcomer = nodes.pool.submit(two.join, None, lambda: False)
@@ -450,7 +450,7 @@ def test_node_0_numbers_the_nodes_that_have_no_number(quick: None, make: Callabl
     first, second = nodes.connected(None), nodes.connected(None)
     assert [first.welcome["rank"], second.welcome["rank"]] == [1, 2]
     nodes.begin(nodes.zero, first, second)
-    with pytest.raises(NodesEndedError, match=r"all 3 nodes are there \(num_nodes\)"):
+    with pytest.raises(NodesEndedError, match=r"all 3 nodes have joined already \(num_nodes\)"):
         nodes.connected(None)
     cut(first)
     until(lambda: nodes.zero.is_round_wanted)
@@ -471,7 +471,7 @@ def test_node_0_shows_and_records_the_failed_workers_of_the_others_once(make: Ca
 
     del failure["time"]  # it only tells whether node 1 has written the event into the same journal
     assert nodes.recorded == [{"event": "worker_failed", **failure}]
-    assert nodes.said.count(f"warning: {failure['cause']}") == 1
+    assert nodes.shown.count(f"warning: {failure['cause']}") == 1
 
 
 def waiting(nodes: Nodes, rank: int | None, number: int = 1) -> tuple[NodeLink, Future[Round | None], list[bool]]:
@@ -504,7 +504,7 @@ def test_a_newcomer_that_ends_before_it_takes_part_is_lost_alone(
     assert ranks_of(nodes.join(nodes.zero, one)) == [[0, 1]] * 2  # as after a failure of a worker
     assert nodes.zero.ended is None and nodes.recorded == []
     warning = "warning: node 2 (node2) cannot take part: no space is left on node 2"
-    assert nodes.said == ([warning] if end == "failed" else [])
+    assert nodes.shown == ([warning] if end == "failed" else [])
 
 
 def test_ctrl_c_before_the_first_round_lets_another_command_take_the_rank(make: Callable[..., Nodes]) -> None:
@@ -548,7 +548,7 @@ def test_a_node_that_the_engine_cannot_connect_does_not_join_a_run_that_has_begu
     nodes.begin(nodes.zero, nodes.connected(1))
     with pytest.raises(NodesEndedError, match="'node2' resolves to"):
         nodes.link(2).connect(5)
-    until(lambda: "warning: node 2 (node2) was refused: 'node2' resolves to 127.0.1.1 on node 2" in nodes.said)
+    until(lambda: "warning: node 2 (node2) was refused: 'node2' resolves to 127.0.1.1 on node 2" in nodes.shown)
     assert asked == [[0, 1, 2]] and nodes.zero.ended is None and not nodes.zero.is_round_wanted
 
 
@@ -580,7 +580,7 @@ def test_a_node_that_is_lost_after_the_training_is_not_missed(
     # The workers of a script without a Trainer may have had more to do.
     until(lambda: nodes.zero.ended is not None)
     assert re.search(
-        r"node 2 \(node2\) has ended, .*, and node 1 \(node1\) has finished, so that its", str(nodes.zero.ended)
+        r"node 2 \(node2\) has ended, .*: node 1 \(node1\) has finished, and the workers there", str(nodes.zero.ended)
     )
 
 
@@ -629,7 +629,7 @@ def test_all_nodes_that_were_told_to_stop_end_without_a_word_of_lost_ones(
     time.sleep(0.2)
     nodes.zero.finish("was stopped by SIGTERM", 143, waits=True)
     time.sleep(1.0)  # longer than a node that leaves is waited for
-    assert nodes.said == nodes.recorded == [] and not nodes.zero.is_round_wanted and nodes.zero.ended is None
+    assert nodes.shown == nodes.recorded == [] and not nodes.zero.is_round_wanted and nodes.zero.ended is None
 
 
 @pytest.mark.parametrize("is_asked", [True, False])
@@ -643,7 +643,7 @@ def test_the_others_go_on_when_a_node_leaves(quick: None, make: Callable[..., No
         until(lambda: nodes.zero.is_round_wanted and two.is_round_wanted)
     begun = [future.result(5) for future in nodes.join(nodes.zero, two)]
     assert [(each.ranks, each.has_lost) for each in begun if each is not None] == [([0, 2], True)] * 2
-    assert nodes.said.count("warning: node 1 (node1) was stopped by SIGTERM: going on without it") == 2
+    assert nodes.shown.count("warning: node 1 (node1) was stopped by SIGTERM: going on without it") == 2
     begun = [future.result(5) for future in nodes.join(nodes.zero, two)]
     assert [each.has_lost for each in begun if each is not None] == [False] * 2
 
@@ -682,26 +682,28 @@ def test_a_new_node_gets_the_number_of_a_silent_one_last(
     one, two = nodes.connected(1), nodes.connected(2)
     nodes.begin(nodes.zero, one, two)
     with one._changed:  # nothing is sent from now on, and nothing closes
-        until(lambda: any("node 1 (node1) has been silent" in line for line in nodes.said))
+        until(lambda: any("node 1 (node1) has been silent" in line for line in nodes.shown))
         cut(two)
-        until(lambda: any("node 2 (node2) has ended" in line for line in nodes.said))
+        until(lambda: any("node 2 (node2) has ended" in line for line in nodes.shown))
         assert [nodes.connected(None).welcome["rank"] for _ in range(3)] == [3, 2, 1]
 
 
 def test_a_node_without_a_number_names_the_program_that_has_taken_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_link, "_ANSWER_S", 0.2)
     monkeypatch.setattr(node_link, "_SHOWN_AFTER_S", 0.1)
-    said: list[str] = []
+    shown: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = taken.getsockname()
-        link = NodeLink(where, "", None, about("node0"), node_timeout=1.0, say=lambda _, text: said.append(text))
+        link = NodeLink(
+            where, "", None, about("node0"), node_timeout=1.0, on_event=lambda event: shown.append(event["text"])
+        )
         begin = time.monotonic()
         with pytest.raises(
             NodesEndedError, match=rf"node 0 cannot listen at 127.0.0.1:{where[1]}, because another .* --master-port$"
         ):
             link.connect(60)
     assert time.monotonic() - begin < 10
-    assert said == [f"waiting 60 s for node 0 at 127.0.0.1:{where[1]} (start_timeout)"]
+    assert shown == [f"waiting 60 s for node 0 at 127.0.0.1:{where[1]} (start_timeout)"]
 
 
 def test_nodes_whose_workers_save_for_a_regroup_are_not_told_to_stop_them(

@@ -141,12 +141,12 @@ def test_a_name_that_appears_late_is_waited_for(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(nodes.socket, "getaddrinfo", resolve)
     monkeypatch.setattr(nodes, "_RETRY_S", 0.0)
-    assert nodes.wait_for_name("job-0.job", 30, lambda: said.append("waiting"))
-    assert asked == ["job-0.job"] * 3 and said == ["waiting"]
+    assert nodes.wait_for_name("job-0.job", 30, said.append)
+    assert asked == ["job-0.job"] * 3 and said == ["waiting for an address of node 0 (job-0.job)"]
 
 
 def test_a_name_that_never_appears_is_given_up() -> None:
-    assert not nodes.wait_for_name("no-such-host.invalid", 0, lambda: None)
+    assert not nodes.wait_for_name("no-such-host.invalid", 0, print)
 
 
 @pytest.mark.parametrize("variable", ["JOB_COMPLETION_INDEX", "PET_NNODES"])

@@ -354,7 +354,7 @@ class Machine:
         self.backend = OneFile()
         self.store = CheckpointStore(
             path / "checkpoints", self.backend, keep_latest_k=keep_latest_k, keep_best=keep_best, monitor="val_loss", monitor_mode="min",
-            context=WorkerContext(0, 1, 0, 1, 0, "cpu"), on_event=lambda event: self.said.append(event["message"]),
+            context=WorkerContext(0, 1, 0, 1, 0, "cpu"), on_event=lambda event: self.said.append(event["text"]),
             objects=Objects(address), on_upload=lambda upload: self.uploads.append(upload.checkpoint), copy_run=after,
             is_restart=is_restart,
         )  # fmt: skip

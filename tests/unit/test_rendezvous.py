@@ -36,7 +36,7 @@ def requests(count: int, **more: Any) -> list[LaunchRequest]:
     ]  # fmt: skip
 
 
-def silent(kind: str, text: str) -> None:
+def silent(event: object) -> None:
     """Show nothing."""
 
 

@@ -69,7 +69,7 @@ def test_a_value_that_is_not_finite_stays_as_a_gap_and_is_counted(tmp_path):
     drawn = line(panels, "Loss", "train").data
 
     assert drawn["y"][drawn["step"].index(2500)] is None
-    assert panel(panels, "Loss").note.startswith("1 value not finite")
+    assert panel(panels, "Loss").caption.startswith("1 value not finite")
 
 
 # ------------------------------------------------------------------ one run
@@ -119,8 +119,8 @@ def test_the_slowest_rank_is_named_with_how_far_it_is_behind(tmp_path):
 
     two = panel(run_panels([read_run(write_run(tmp_path / "two", slow_rank=1.5))]), "Time of each rank")
 
-    assert "slowest: rank 1, 1.50 x the other" in two.note and "slowest: rank 1, 1.50 x the median" in few.note
-    assert "slowest: rank 1, 1.50 x" in many.note
+    assert "slowest: rank 1, 1.50 x the other" in two.caption and "slowest: rank 1, 1.50 x the median" in few.caption
+    assert "slowest: rank 1, 1.50 x" in many.caption
     assert [each.name for each in few.lines] == ["rank 0", "rank 1", "rank 2"]
     assert len(many.lines) == 4 and many.lines[0].name == "rank 1" and many.lines[3].name == "median of 32 ranks"
 
@@ -156,7 +156,7 @@ def test_ranks_and_events_of_several_nodes_name_their_node(tmp_path):
 
     ranks = panel(panels, "Time of each rank")
     assert [each.name for each in ranks.lines] == [f"rank {rank}, node {rank // 2}" for rank in range(4)]
-    assert "slowest: rank 1, node 0, 1.50 x" in ranks.note
+    assert "slowest: rank 1, node 0, 1.50 x" in ranks.caption
     rows = panel(panels, "Events").more["rows"]
     assert rows == ["started", "checkpoint", "node 1: worker failed", "node 1: lost", "node 1: joined"]
     assert line(panels, "Events", "node 1: joined").data["text"] == ["node joined: node1, 10.99.0.2"]
@@ -284,7 +284,7 @@ def test_a_parameter_without_an_end_is_a_word_on_its_axis(tmp_path):
 def test_few_trials_have_no_importance_and_say_so(tmp_path):
     panels = sweep_panels(read_sweep(write_sweep(tmp_path / "sweep", trials=3)))
 
-    assert panel(panels, "Importance of the parameters").note == "needs 8 finished trials, and there are 3"
+    assert panel(panels, "Importance of the parameters").caption == "needs 8 finished trials, and there are 3"
 
 
 def test_a_sweep_of_a_maximum_has_its_largest_first(tmp_path):
@@ -310,7 +310,7 @@ def test_what_is_no_run_is_one_line_with_the_way_out(tmp_path):
     run = write_run(tmp_path / "runs" / "one")
     assert "does not exist" in refused([tmp_path / "none"])
     assert "is not a directory" in refused([run / "metrics.jsonl"])
-    assert f"it holds 1, as {str(run)!r}" in refused([tmp_path / "runs"])
+    assert f"it contains runs, such as {str(run)!r}" in refused([tmp_path / "runs"])
     (tmp_path / "empty").mkdir()
     assert "is not a run directory" in refused([tmp_path / "empty"])
     (run / "metrics.jsonl").write_text('{"step": 1, "ti')

@@ -36,7 +36,7 @@ PRIVATE = {
     "seeding torch or Keras": r"manual_seed|set_random_seed",
 }
 DATA = (
-    "config/registry.py",  # what the rows say of their engines
+    "config/registry.py",  # what the entries say of their engines
     "config/peers.py",  # names of the settings of other tools
     "testing/jobs/",  # scripts that the conformance suite runs, as a user's
 )
@@ -102,7 +102,7 @@ def defined_in(name):
             yield from (each.id for each in node.targets if isinstance(each, ast.Name))
 
 
-def test_names_in_the_rows_of_a_registry_resolve():
+def test_names_in_the_entries_of_a_registry_resolve():
     names = {name for registry in REGISTRIES for name in names_in(registry)}
     assert len(names) > 20
     for name in names:
@@ -164,10 +164,27 @@ def test_only_backends_and_data_know_the_private_matters_of_an_engine(words):
     assert lines["inside"] or re.search(words, (HOME / "config/registry.py").read_text())
 
 
-def test_the_errors_by_which_an_engine_reports_a_lost_rank_are_known_by_its_row_alone():
+def test_the_errors_by_which_an_engine_reports_a_lost_rank_are_known_by_its_entry_alone():
     errors = [entry.peer_errors for entry in REGISTRY.values()]
     names = {name for each in errors for name in (*each.types, *each.general_types)}
     assert {"DistNetworkError", "HorovodInternalError"} <= names
     rest = {name: path.read_text() for name, path in MODULES.items() if not name.startswith("distributed.backends.")}
     del rest["distributed.config.registry"]
     assert [(name, error) for name, text in rest.items() for error in names if re.search(rf"\b{error}\b", text)] == []
+
+
+# Modules outside of `backends/` that belong to one engine, and the package of that engine, which they may import.
+FACES = {"distributed.comm": "_torch", "distributed.gradient_checkpointing": "_torch", "distributed.tuning.ray": "_ray"}
+
+
+def test_only_backends_and_the_faces_of_an_engine_import_its_package():
+    others = [name for name in MODULES if not name.startswith("distributed.backends.")]
+    pairs = {(name, each) for name in others for each in imports_of(name) if ".backends._" in each}
+    allowed = {
+        (name, each)
+        for face, package in FACES.items()
+        for name, each in pairs
+        if f"{name}.".startswith(f"{face}.") and each.startswith(f"distributed.backends.{package}.")
+    }
+    assert len({name for name, _ in allowed}) >= len(FACES)
+    assert pairs - allowed == set()

@@ -15,6 +15,8 @@ import pytest
 
 from distributed.errors import ConfigError, ResourceError
 from distributed.runs.directory import RunDirectory, choose_run_dir
+from distributed.runs.why import read_why
+from distributed.training.remote import failure
 
 HOLD = """
 import sys
@@ -51,7 +53,25 @@ def test_a_line_of_the_journal_that_is_no_event_is_ignored(tmp_path):
     assert run.last_failure(0) is None
 
 
-def test_a_search_before_the_run_does_not_make_it_an_earlier_one(tmp_path):
+def test_fit_names_the_cause_that_why_names(tmp_path):
+    """Each node writes its failure into the journal, in any order, and then node 0 may write that another node has ended."""
+    run = RunDirectory(tmp_path)
+    run.lock()
+    run.event("started", restart_count=0)
+    run.event("worker_failed", rank=0, cause="rank 0 failed with KeyError", then="restarting (1 of 3)")
+    run.event("restarted", restart_count=1)
+    run.event("worker_failed", rank=0, node=0, cause="rank 0 on node 0 (a) lost the connection to another rank")
+    run.event("worker_failed", rank=1, node=1, cause="rank 1 on node 1 (b) was killed by signal 9 (SIGKILL)")
+    run.event("node_failed", cause="node 1 (b) has ended")
+    (tmp_path / "result.json").write_text('{"status": "failed"}')
+    run.unlock()
+    cause = run.last_failure(0)["cause"]
+    assert cause == "rank 1 on node 1 (b) was killed by signal 9 (SIGKILL)"
+    assert read_why(tmp_path).problem.cause == cause
+    assert str(failure(1, run)).startswith(cause)
+
+
+def test_a_finder_before_the_run_does_not_make_it_an_earlier_one(tmp_path):
     for name in ("learning-rate", "learning-rate-2"):
         (tmp_path / name).mkdir()
     RunDirectory(tmp_path).check(resume=False)
@@ -69,7 +89,7 @@ def test_resuming_a_directory_that_is_not_there_names_the_nearest_run(tmp_path, 
     (tmp_path / "runs" / "digitss").mkdir()  # nearer, and no run
     for typo in ("runs/digtis", "run/digits", str(tmp_path / "runs" / "digit")):
         with pytest.raises(
-            ConfigError, match=r"does not exist, .*did you mean '.*runs/digits'\?.*: correct --run-dir, drop --res"
+            ConfigError, match=r"does not exist, .*did you mean '.*runs/digits'\?.*: correct --run-dir, or drop --res"
         ):
             RunDirectory(typo).check_resumable()
         assert not Path(typo).exists()

@@ -96,7 +96,7 @@ def test_a_further_fit_counts_from_where_it_starts():
     assert all(done <= total for done, total in counts)
 
 
-def test_a_search_comes_before_the_fit_below_its_run_and_shows_nothing(tmp_path):
+def test_a_finder_comes_before_the_fit_below_its_run_and_shows_nothing(tmp_path):
     runner = trainer(epochs=2)
     with terminal() as screen:
         curves = [runner.find_learning_rate(DATA, num_steps=20) for _ in range(2)]
@@ -108,7 +108,7 @@ def test_a_search_comes_before_the_fit_below_its_run_and_shows_nothing(tmp_path)
         runner.find_learning_rate(DATA)
 
 
-def test_a_search_from_other_weights_than_the_fit_is_refused(monkeypatch):
+def test_a_finder_from_other_weights_than_the_fit_is_refused(monkeypatch):
     monkeypatch.setattr("distributed.checkpoints.manifest.check_source", lambda source: None)
     with pytest.raises(ConfigError, match=r"='there' gives fit\(\) other weights"):
         trainer(resume_from_checkpoint="there").find_learning_rate(DATA)
@@ -117,7 +117,7 @@ def test_a_search_from_other_weights_than_the_fit_is_refused(monkeypatch):
 def test_what_cannot_be_copied_is_asked_for_as_a_function():
     model = torch.nn.Linear(2, 2)
     model.kept = model(torch.ones(1, 2))  # no leaf of the graph
-    with pytest.raises(ConfigError, match=r"cannot be copied for the search \(Only Tensors created explicitly"):
+    with pytest.raises(ConfigError, match=r"cannot be copied for the finder \(Only Tensors created explicitly"):
         Trainer(model, device="cpu").find_learning_rate(DATA)
 
 

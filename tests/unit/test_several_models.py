@@ -503,7 +503,7 @@ def test_what_needs_one_model_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"predict\(\) calls one model: call trainer.model\[NAME\]"):
         trainer.predict(data())
-    with pytest.raises(ConfigError, match=r"find_learning_rate\(\) searches the rate of one optimizer"):
+    with pytest.raises(ConfigError, match=r"find_learning_rate\(\) finds the rate of one optimizer"):
         trainer.find_learning_rate(data())
 
 

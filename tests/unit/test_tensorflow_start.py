@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from distributed import Trainer
-from distributed.backends._keras.scripts import check_keras_backend, environ_for
 from distributed.backends._tensorflow.scripts import refuse_torch_script
 from distributed.backends._tensorflow.start import _own_host, set_environment
+from distributed.backends.keras_scripts import check_keras_backend, environ_for
 from distributed.config.merging import Overrides
 from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError, ResourceError

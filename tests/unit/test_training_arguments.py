@@ -120,7 +120,7 @@ def test_what_cannot_be_honoured_is_refused_all_at_once() -> None:
         assert f"{name}=" in str(raised.value), name
     assert "\n" not in str(raised.value)
     given = arguments(fsdp=True, fsdp_config={"xla": True, "xla_fsdp_settings": {"a": 1}})
-    with pytest.raises(ConfigError, match="sets xla, which has no counterpart: use the group fsdp"):
+    with pytest.raises(ConfigError, match="sets xla, which has no counterpart: use the option group fsdp"):
         DistributedConfig.from_training_arguments(given)
     given = arguments()
     given.deepspeed = {"zero_optimization": {"stage": 2}}

@@ -1,4 +1,4 @@
-"""What a search is made of, without a trial: spaces, proposals, plans, and the files of a sweep."""
+"""What a sweep is made of, without a trial: spaces, proposals, plans, and the files of a sweep."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from distributed.tuning import proposals as proposing
 from distributed.tuning import scripts
 from distributed.tuning import tuner as tuner_module
 from distributed.tuning.earlier import num_begun, primed
+from distributed.tuning.engine import record_line
 from distributed.tuning.jobs import FunctionJob, cause_of
 from distributed.tuning.plan import (
-    SearchPlan,
+    SweepPlan,
     bundles_of,
     check_fits,
     check_pairing,
@@ -40,11 +41,10 @@ from distributed.tuning.plan import (
 )
 from distributed.tuning.proposals import check_search, make_proposals
 from distributed.tuning.ray import cluster
-from distributed.tuning.ray import search as searching
+from distributed.tuning.ray import sweep as ray_sweep
 from distributed.tuning.ray import trial as running
 from distributed.tuning.ray.schedulers import make_scheduler
 from distributed.tuning.ray.trial import ActorContext, TuneReporter
-from distributed.tuning.search import record_line
 from distributed.tuning.space import make_space, read_space
 from distributed.tuning.sweep import Sweep, TrialRecord, open_sweep, scores
 from distributed.tuning.table import TrialTable
@@ -68,7 +68,7 @@ def test_a_space_is_read_from_yaml(tmp_path):
         rate.at(0) == pytest.approx(1e-4) and rate.at(1) == pytest.approx(0.1) and rate.at(2 / 3) == pytest.approx(0.01)
     )
     assert [space["batch_size"].at(unit) for unit in (0, 0.4, 0.6, 1)] == [32, 32, 64, 64]
-    assert not space["name"].is_searched and space["name"].values == ("x",)
+    assert not space["name"].is_varied and space["name"].values == ("x",)
 
 
 def test_whole_numbers_stop_below_the_upper_end_and_all_values_come_back():
@@ -177,7 +177,7 @@ def test_all_proposals_lie_in_the_space():
             assert row["batch_size"] in (32, 64) and row["layers"] in (1, 2, 3) and type(row["layers"]) is int
 
 
-def test_a_search_that_learns_ends_nearer_than_chance():
+def test_a_search_algorithm_that_learns_ends_nearer_than_chance():
     """The median of the last of 30, over five seeds."""
 
     def reached(search):
@@ -196,7 +196,7 @@ def test_a_gaussian_process_finds_the_bottom():
     assert min(abs(values["x"] - 7) for values in found[5:]) < 0.2, found
 
 
-def test_a_trial_without_a_value_does_not_end_a_search():
+def test_a_trial_without_a_value_does_not_end_a_sweep():
     for search in ("random", "optuna", "bayesopt"):
         assert len(asked(search, 7, 0, lambda values: math.inf)) == 7
 
@@ -222,7 +222,7 @@ def test_what_an_earlier_process_asked_is_not_asked_again():
         assert search == "optuna" or following == rows[2]
 
 
-def test_a_search_hears_of_trials_that_went_on_after_a_resume():
+def test_a_search_algorithm_hears_of_trials_that_went_on_after_a_resume():
     """An earlier process asked for them: told now or before, their scores change what comes next."""
     rows = asked("random", 12, 1)
 
@@ -248,13 +248,13 @@ def test_a_search_hears_of_trials_that_went_on_after_a_resume():
         ("grid", 3, {"a": [1, 2]}, "is not the 2 combinations"),
     ],
 )
-def test_a_search_that_cannot_be_is_refused(search, num_samples, space, said):
+def test_a_search_algorithm_that_cannot_be_is_refused(search, num_samples, space, said):
     with pytest.raises(ConfigError) as caught:
         check_search(search, make_space(space), num_samples)
     assert said in str(caught.value)
 
 
-def test_a_search_whose_library_is_missing_says_how_to_install_it(monkeypatch):
+def test_a_search_algorithm_whose_library_is_missing_says_how_to_install_it(monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(proposing.importlib.util, "find_spec", lambda name: None if name == "optuna" else find(name))
     with pytest.raises(ResourceError, match=r"run pip install 'distributed-trainer\[tune\]'"):
@@ -266,7 +266,7 @@ def test_a_search_whose_library_is_missing_says_how_to_install_it(monkeypatch):
 
 def plan_of(directory, **changed):
     given = {"space": make_space({"a": [1, 2]}), "num_samples": 4, "bundles": ({"CPU": 1.0},), **changed}
-    return SearchPlan(directory, FunctionJob(print, 0), metric="val_loss", mode="min", **given)
+    return SweepPlan(directory, FunctionJob(print, 0), metric="val_loss", mode="min", **given)
 
 
 def test_resources_are_bundles_in_every_form():
@@ -305,7 +305,7 @@ def test_a_scheduler_has_its_own_options_and_no_others():
         assert said in str(caught.value)
 
 
-def test_a_population_needs_a_search_that_does_not_learn():
+def test_a_population_needs_a_search_algorithm_that_does_not_learn():
     check_pairing("pbt", "random")
     with pytest.raises(ConfigError, match="choose search='random'"):
         check_pairing("pbt", "optuna")
@@ -391,7 +391,7 @@ def test_a_trial_of_a_script_has_a_cpu_for_each_of_its_processes(tmp_path, monke
 @pytest.mark.parametrize(
     ("space", "settings", "said"),
     [
-        ({"nproc_per_node": [1, 2]}, {}, "nproc_per_node cannot be searched"),
+        ({"nproc_per_node": [1, 2]}, {}, "nproc_per_node cannot be varied"),
         ({"batch_size": [8, 0]}, {}, "batch_size=0"),
         (
             {"learning_rate": [0.1, 0.2]},
@@ -451,15 +451,15 @@ def test_trials_take_the_gpus_of_a_cluster_that_has_some(tmp_path):
     assert DistributedTuner(bowl, SPACE, address="127.0.0.1:1")._gpus_if_any == 1.0
 
 
-def test_a_search_without_its_library_is_refused_before_there_is_a_directory(tmp_path, monkeypatch):
+def test_a_sweep_without_its_library_is_refused_before_there_is_a_directory(tmp_path, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(searching.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
-    with pytest.raises(ResourceError, match=r"a search needs ray.*run pip install 'distributed-trainer\[tune\]'"):
+    monkeypatch.setattr(ray_sweep.importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
+    with pytest.raises(ResourceError, match=r"a sweep needs ray.*run pip install 'distributed-trainer\[tune\]'"):
         DistributedTuner(bowl, SPACE, run_dir=tmp_path / "s", num_gpus=0).tune(2)
     assert not (tmp_path / "s").exists()
 
 
-def test_a_refused_search_leaves_no_directory_in_the_way(tmp_path):
+def test_a_refused_sweep_leaves_no_directory_in_the_way(tmp_path):
     needs_backend("ray")
     tuner = DistributedTuner(bowl, SPACE, run_dir=tmp_path / "s", num_gpus=0, resources_per_trial={"cpu": 4096})
     with pytest.raises(ResourceError, match="a trial needs 4096 CPU"):
@@ -480,8 +480,8 @@ def test_what_is_optimised_must_have_a_name_and_a_direction():
 
 
 def test_trials_at_work_are_not_ended_by_others_that_fail(tmp_path):
-    """Four begin at once. Only when the last of them has failed as well the search is hopeless."""
-    made = searching._Search(plan_of(tmp_path), lambda line: None, 4)
+    """Four begin at once. Only when the last of them has failed as well the sweep is hopeless."""
+    made = ray_sweep._RaySweep(plan_of(tmp_path), lambda line: None, 4)
     trials = [types.SimpleNamespace(config={"trial": number, "values": {}}) for number in range(5)]
     for trial in trials[:4]:
         made.started(trial)
@@ -492,9 +492,9 @@ def test_trials_at_work_are_not_ended_by_others_that_fail(tmp_path):
     assert made.is_over() and "all 5 trials failed before any metric" in str(made._error)
 
 
-def test_a_search_fails_where_every_trial_does(tmp_path):
+def test_a_sweep_fails_where_every_trial_does(tmp_path):
     """Also one that had reported before."""
-    made = searching._Search(plan_of(tmp_path), lambda line: None, 4)
+    made = ray_sweep._RaySweep(plan_of(tmp_path), lambda line: None, 4)
     trials = [types.SimpleNamespace(config={"trial": number, "values": {}}) for number in range(2)]
     for trial in trials:
         made.started(trial)
@@ -526,9 +526,7 @@ def test_a_stop_before_any_trial_waits_for_nobody(tmp_path):
     sweep = sweep_of(tmp_path / "s")
 
     def waits():
-        watch = scripts._SearchWatch(
-            plan_of(tmp_path), sweep, None, None, types.SimpleNamespace(print_line=print), None
-        )
+        watch = scripts._SweepWatch(plan_of(tmp_path), sweep, None, None, types.SimpleNamespace(print_line=print), None)
         return not watch._stops([signal.SIGINT])
 
     assert not waits()
@@ -603,7 +601,7 @@ def test_lines_of_a_trial_whose_beginning_was_lost_are_left_out(tmp_path):
     again.run.unlock()
 
 
-def test_numbers_that_a_killed_search_did_not_begin_are_given_again(tmp_path):
+def test_numbers_that_a_killed_sweep_did_not_begin_are_given_again(tmp_path):
     """The first trial had not begun when the second had: both have the values that were proposed to them."""
     proposals = make_proposals("random", make_space(SPACE), 0)
     first, second, third = (proposals.ask() for _ in range(3))
@@ -650,11 +648,11 @@ def test_the_best_of_a_script_from_code_can_be_run_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
 
-    def search(plan, sweep, show):
+    def run_sweep(plan, sweep, show):
         sweep.record_event(0, "started", config={"learning_rate": 0.2, "hidden": 8})
         sweep.record_event(0, "row", row={"epoch": 1, "val_loss": 0.25})
 
-    monkeypatch.setattr(tuner_module, "run_search", search)
+    monkeypatch.setattr(tuner_module, "run_sweep", run_sweep)
     tuner = DistributedTuner("train.py", {"learning_rate": [0.1, 0.2]}, run_dir="s", num_gpus=0, seed=3)
     assert tuner.tune(2) == {"learning_rate": 0.2, "hidden": 8}
     overrides = read_config_file("s/best.yaml")
@@ -751,7 +749,7 @@ def test_a_sweep_without_a_number_has_no_best(tmp_path):
     ],
 )
 def test_a_function_that_returns_no_metric_is_told_so(tmp_path, returned, said):
-    plan = SearchPlan(tmp_path, FunctionJob(print, 0), make_space(SPACE), "score", "min", 1, ({"CPU": 1.0},))
+    plan = SweepPlan(tmp_path, FunctionJob(print, 0), make_space(SPACE), "score", "min", 1, ({"CPU": 1.0},))
     reporter = TuneReporter(ActorContext(plan, str(tmp_path), is_shared=False), 0, None, tmp_path / "last.json")
     with pytest.raises(ConfigError) as caught:
         reporter.finish(returned)
@@ -822,7 +820,7 @@ def test_nobody_else_takes_a_sweep_that_runs(tmp_path):
     sweep_of(tmp_path / "s", resume=True).run.unlock()
 
 
-def test_the_tuner_imports_no_search_library():
+def test_the_tuner_imports_no_library_of_a_search_algorithm():
     code = "import sys, distributed; distributed.DistributedTuner; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert not {"torch", "ray", "optuna", "bayes_opt", "pandas", "numpy", "yaml"} & set(loaded.stdout.split())
@@ -883,7 +881,7 @@ def test_a_narrow_terminal_shows_fewer_values_and_every_metric(tmp_path, monkeyp
     sweep.run.unlock()
 
 
-def test_a_terminal_that_has_gone_ends_no_search(tmp_path, monkeypatch):
+def test_a_terminal_that_has_gone_ends_no_sweep(tmp_path, monkeypatch):
     class Gone(io.StringIO):
         def write(self, text):
             raise BrokenPipeError
@@ -896,7 +894,7 @@ def test_a_terminal_that_has_gone_ends_no_search(tmp_path, monkeypatch):
 
 
 class Growing(TrialRecord):
-    """A record that the search adds another to while it is looked at."""
+    """A record that the sweep adds another to while it is looked at."""
 
     sweep: Sweep
 

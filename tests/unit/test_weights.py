@@ -16,8 +16,11 @@ from torch.utils.data import TensorDataset
 
 import distributed
 from distributed import CheckpointError, ConfigError, Trainer
+from distributed.checkpoints.store import read_state
 from distributed.config.merging import Overrides, merge
+from distributed.runs.history import History
 from distributed.training.files import _Taken
+from distributed.training.remote import take_up
 
 BASE: dict[str, Any] = {"verbose": False, "device": "cpu", "shuffle": False, "batch_size": 8, "nproc_per_node": 1}
 
@@ -344,3 +347,23 @@ def test_tensors_in_the_state_of_a_callback_are_no_weights(tmp_path: Path, monke
     other = torch.nn.ParameterList([torch.zeros(3)])
     with pytest.raises(CheckpointError, match="are of another model"):
         distributed.load_weights(other, run_dir)
+
+
+def test_a_trainer_that_takes_up_a_checkpoint_does_not_go_back_to_init_from(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best trial of a sweep comes back in this way, also if its function trains with `init_from`."""
+    monkeypatch.chdir(tmp_path)
+    newest = checkpoints(run)[-1]
+    state, _ = read_state(newest)
+    trainer = Trainer(net, init_from=str(checkpoints(run)[0]), **BASE)
+    expected = Trainer(net, **BASE, init_from=str(newest)).evaluate(data())
+
+    take_up(trainer._fits, newest, state, History.of(state, str(run), state.total_time))
+
+    assert (
+        trainer.evaluate(data())
+        == expected
+        != Trainer(net, init_from=str(checkpoints(run)[0]), **BASE).evaluate(data())
+    )
+    assert trainer.history is not None and trainer.history.steps == state.step

@@ -15,7 +15,7 @@ from distributed.cli.__main__ import run as run_command
 from distributed.cli.why import lines_of
 from distributed.config.registry import REGISTRY
 from distributed.errors import ConfigError
-from distributed.launching.causes import Failure, message_of, place_of
+from distributed.launching.causes import Failure, location_of, message_of
 from distributed.launching.heartbeat import Heartbeat, Phase, phase_of
 from distributed.launching.verdicts import _facts_of
 from distributed.runs.directory import RunDirectory
@@ -271,13 +271,13 @@ def test_an_error_keeps_the_phase_in_which_it_left_the_fit() -> None:
         train()
     assert phase_of(error) is Phase.DATA and heartbeat.progress.phase is Phase.SCRIPT
     facts = _facts_of(
-        Failure(1, "exit", 1.0, reached=(1, 3), phase=phase_of(error).in_fit, place="train.py, line 3, in f")
+        Failure(1, "exit", 1.0, reached=(1, 3), phase=phase_of(error).in_fit, location="train.py, line 3, in f")
     )
     assert facts == {"kind": "exit", "in_step": 3, "phase": "reading data", "place": "train.py, line 3, in f"}
     assert _facts_of(Failure(1, "exit", 1.0, phase=Phase.SCRIPT.in_fit)) == {"kind": "exit"}
 
 
-def test_the_place_of_an_error_is_in_the_users_code() -> None:
+def test_the_location_of_an_error_is_in_the_users_code() -> None:
     def fail(error: Exception) -> Exception:
         try:
             raise error
@@ -287,15 +287,15 @@ def test_the_place_of_an_error_is_in_the_users_code() -> None:
     inner = fail(MemoryError())
     outer = ConfigError("too large")
     outer.__cause__ = inner
-    assert place_of(inner).endswith(", in fail") and place_of(outer) == place_of(inner)
+    assert location_of(inner).endswith(", in fail") and location_of(outer) == location_of(inner)
     frames = f'  File "{re.__file__}", line 3, in x\n  File "/a/t.py", line 12, in __getitem__\n'
     of_loader = f"Caught ValueError in DataLoader worker process 0.\nOriginal\n{frames}"
-    assert place_of(fail(ValueError(of_loader))) == "/a/t.py, line 12, in __getitem__"
-    assert place_of(SyntaxError("bad", ("/a/t.py", 4, 1, "x"))) == "/a/t.py, line 4"
-    assert place_of(ValueError("never raised")) == ""
+    assert location_of(fail(ValueError(of_loader))) == "/a/t.py, line 12, in __getitem__"
+    assert location_of(SyntaxError("bad", ("/a/t.py", 4, 1, "x"))) == "/a/t.py, line 4"
+    assert location_of(ValueError("never raised")) == ""
 
     class Broken(Exception):
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert place_of(fail(Broken())).endswith(", in fail") and isinstance(message_of(Broken()), str)
+    assert location_of(fail(Broken())).endswith(", in fail") and isinstance(message_of(Broken()), str)

@@ -38,7 +38,9 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_an
         )
     for number, group in enumerate(optimizer.param_groups):
         if not any(p.requires_grad for p in group["params"]):
-            raise ConfigError(f"group {number} of the optimizer has no trainable parameter: remove the group")
+            raise ConfigError(
+                f"parameter group {number} of the optimizer has no trainable parameter: remove that group"
+            )
 
 
 @contextlib.contextmanager

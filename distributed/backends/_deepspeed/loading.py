@@ -37,7 +37,7 @@ def prepare(device: str) -> Any:
     """Import and return the module `deepspeed`, set up for `device`."""
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if device.startswith("cuda") else "cpu")
     deepspeed = import_library("deepspeed", "deepspeed")
-    # Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when DeepSpeed calls the new names): torch 2.13
+    # Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when DeepSpeed calls the new names): torch has
     # renamed the collectives that DeepSpeed calls, and warns at each call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # Workaround (DeepSpeed 0.19.8, no upstream issue known; may go when DeepSpeed names the device): torch warns that a

@@ -126,7 +126,7 @@ class Partitions:
 
 
 def _find_flattened(zero: Any, parameter: Any) -> Piece | None:
-    """Return this rank's piece at stages 1 and 2. DeepSpeed concatenates the parameters of a group and splits the
+    """Return this rank's piece at stages 1 and 2. DeepSpeed concatenates the parameters of a parameter group and splits the
     result."""
     found = parameter._hp_mapping
     if found is None:
@@ -166,7 +166,7 @@ def _copy(target: torch.Tensor, whole: torch.Tensor, piece: Piece) -> None:
 
 
 def with_whole(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the optimizer's current groups with the parameters of `groups` in place of DeepSpeed's partitions."""
+    """Return the optimizer's current parameter groups with the parameters of `groups` in place of DeepSpeed's partitions."""
     return [{**now, "params": list(of["params"])} for now, of in zip(optimizer.param_groups, groups, strict=True)]
 
 

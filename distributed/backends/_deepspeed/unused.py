@@ -37,8 +37,8 @@ class FirstGradients:
             more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
             raise ConfigError(
                 f"{unused[0]}{more} got no gradient in the first update, which DeepSpeed treats as a gradient of zero: weight"
-                " decay would shrink it, while torch leaves it unchanged. Freeze it with requires_grad_(False), put it in a group"
-                " of the optimizer with weight_decay=0, or use backend='pytorch-ddp' with ddp.find_unused_parameters=True"
+                " decay would shrink it, while torch leaves it unchanged. Freeze it with requires_grad_(False), put it in a"
+                " parameter group with weight_decay=0, or use backend='pytorch-ddp' with ddp.find_unused_parameters=True"
             )
 
     def release(self) -> None:

@@ -100,7 +100,8 @@ class DeepSpeedWrapper(Wrapper):
             ours[own.mixed_precision] = {"enabled": True}
         kept = {name: value for name, value in own.own_config.items() if name not in ("optimizer", "train_batch_size")}
         config = config_file.merged(kept, ours)
-        # Make a bucket no larger than the model. DeepSpeed 0.19 allocates buckets at the start, by default of two GB.
+        # Workaround (DeepSpeed 0.19.8, deepspeedai/DeepSpeed#4875; may go when DeepSpeed makes no bucket larger than the model): it
+        # allocates buckets at the start, by default of two GB.
         size = min(5 * 10**8, sum(p.numel() for p in own.plain.parameters()))
         zero = config["zero_optimization"]
         zero.setdefault("reduce_bucket_size", size)

@@ -1,38 +1,20 @@
-"""Detect Keras models and optimizers, check that they work with our step, and choose the default optimizer."""
+"""Check that Keras models and optimizers work with our step, and choose the default optimizer."""
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from distributed.backends._keras.named_optimizers import named_optimizer
-from distributed.backends._keras.names import model_variables
+from distributed.backends._keras.names import trainable_variables
+from distributed.backends.keras_kinds import is_optimizer, is_schedule
 from distributed.config.optimization import NamedOptimizer
 from distributed.errors import ConfigError
 from distributed.metrics.of_keras import keras_classes
 
 _OWN_STEP = "train_step"
 _FIX = "pass a Keras optimizer or a factory, optimizer=lambda variables: keras.optimizers.Adam(1e-3)"
-
-
-def is_model(value: Any) -> bool:
-    """Return True if `value` is a Keras 3 model of any engine. Imports nothing: without keras there is no such
-    model."""
-    return _is_a(value, "Model")
-
-
-def is_optimizer(value: Any) -> bool:
-    """Return True if `value` is a Keras optimizer of any engine."""
-    return _is_a(value, "Optimizer")
-
-
-def is_schedule(value: Any) -> bool:
-    """Return True if `value` is a Keras LearningRateSchedule."""
-    keras = sys.modules.get("keras")
-    schedules = getattr(getattr(keras, "optimizers", None), "schedules", None)
-    return schedules is not None and isinstance(value, schedules.LearningRateSchedule)
 
 
 def schedule_kind(there: str | None, here: str | None) -> str | None:
@@ -43,12 +25,6 @@ def schedule_kind(there: str | None, here: str | None) -> str | None:
     `here`.
     """
     return here if here and there == "LearningRateSchedule" else there
-
-
-def _is_a(value: Any, name: str) -> bool:
-    keras = sys.modules.get("keras")
-    cls = getattr(keras, name, None) if hasattr(keras, "ops") else None  # Keras 2 has no `ops`
-    return isinstance(cls, type) and isinstance(value, cls)
 
 
 def check_engine(wanted: str, backend: str, *, here: bool, otherwise: str = "choose another backend") -> None:
@@ -106,10 +82,7 @@ def chosen_optimizer(optimizer_or_factory: Any, model: Any, learning_rate: float
     if optimizer_or_factory is None:
         optimizer = getattr(model, "optimizer", None)
     elif isinstance(optimizer_or_factory, NamedOptimizer):
-        names = {id(variable): name for name, variable in model_variables(model).items()}
-        # the name of the model is left out, because Keras generates it
-        named = {names[id(each)].removeprefix(f"{model.name}/").replace("/", "."): each for each in variables}
-        optimizer = named_optimizer(optimizer_or_factory, named, notice)
+        optimizer = named_optimizer(optimizer_or_factory, trainable_variables(model), notice)
     elif not is_optimizer(optimizer_or_factory) and callable(optimizer_or_factory):
         optimizer = _made(optimizer_or_factory, variables, "optimizer", _FIX)
     if optimizer is None:

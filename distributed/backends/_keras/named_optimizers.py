@@ -44,7 +44,7 @@ def named_optimizer(wanted: NamedOptimizer, variables: Mapping[str, Any], notice
     optimizer = kind(**arguments)
     if "weight_decay" in arguments:
         optimizer.exclude_from_weight_decay(var_list=kept)
-    if text := wanted.told_decay([len(variable.shape) for variable in variables.values()]):
+    if text := wanted.decay_notice([len(variable.shape) for variable in variables.values()]):
         notice(text)
     return optimizer
 
@@ -59,18 +59,18 @@ def _by_variable(kind: type, wanted: NamedOptimizer, variables: Mapping[str, Any
     factors = {id(variable): wanted.factor(name) for name, variable in variables.items()}
 
     class ByVariable(kind):  # type: ignore[misc]
-        """Optimizer that updates the variables in groups, each at its own rate."""
+        """Optimizer that updates the variables of each rate together."""
 
         _factor = 1.0
 
         def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> None:
-            groups: dict[float, list[tuple[Any, Any]]] = {}
+            by_rate: dict[float, list[tuple[Any, Any]]] = {}
             for gradient, variable in zip(grads, trainable_variables, strict=True):
                 if in_gradient and wanted.decay_of(len(variable.shape)):
                     gradient = keras.ops.add(gradient, variable.value * in_gradient)
-                groups.setdefault(factors[id(variable)], []).append((gradient, variable))
+                by_rate.setdefault(factors[id(variable)], []).append((gradient, variable))
             attributes: Any = vars(self)  # bypasses Keras's __setattr__, which tracks attributes
-            for factor, pairs in groups.items():
+            for factor, pairs in by_rate.items():
                 attributes["_factor"] = factor
                 super()._backend_apply_gradients(*map(list, zip(*pairs, strict=True)))
             del attributes["_factor"]

@@ -26,6 +26,16 @@ def model_variables(model: Any) -> dict[str, Any]:
     return named
 
 
+def trainable_variables(model: Any) -> dict[str, Any]:
+    """Return the trainable variables of a built model by the names that settings and callbacks use, such as "dense.kernel".
+
+    The name of the model is left out, because Keras generates it.
+    """
+    names = {id(variable): name for name, variable in model_variables(model).items()}
+    short = (names[id(each)].removeprefix(f"{model.name}/").replace("/", ".") for each in model.trainable_variables)
+    return dict(zip(short, model.trainable_variables, strict=True))
+
+
 def _free(name: str, taken: Mapping[str, Any]) -> str:
     """Return `name`, with a number added if it is in `taken`. Variables have equal names if their layers do."""
     free, number = name, 2

@@ -54,7 +54,7 @@ def main(address: str) -> None:
         answer = {"error": str(error)}
     sys.stdout.write(json.dumps(answer) + "\n")
     sys.stdout.flush()
-    os._exit(0)  # the cluster notices the end of the process, and a shutdown would take seconds
+    os._exit(0)  # the cluster detects the end of the process, and a shutdown would take seconds
 
 
 if __name__ == "__main__":

@@ -177,13 +177,13 @@ class Cluster:
 
     def _wait_for_resources(self, on_missing: OnMissing) -> None:
         """Wait at most `wait_s` until the workers fit. Raises ResourceError if they do not fit then."""
-        deadline, told = time.monotonic() + self.wait_s, None
+        deadline, shown = time.monotonic() + self.wait_s, None
         while (lack := self.look()[1]) is not None:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise lack.error()
-            if lack != told:
-                told = lack
+            if lack != shown:
+                shown = lack
                 on_missing(lack.what, left)
             time.sleep(min(LOOK_S, left))
 

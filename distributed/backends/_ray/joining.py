@@ -2,6 +2,8 @@
 
 Workaround (Ray 2.60, no upstream issue known; may go when `ray.init` and Ray's client have time limits): both may wait
 for minutes or for ever.
+
+A local cluster is found in /proc, without psutil: the package does not depend on it (see `runs.processes`).
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ from distributed.runs.processes import REGROUP_SIGNAL, STOP_SIGNALS
 from distributed.runs.summary import close_results
 from distributed.state import EpochMetrics, OnEvent
 
-_NODE_LOST_S = 60.0  # time for Ray to notice that a node was killed; with Ray's defaults this takes up to 50 s
+_NODE_LOST_S = 60.0  # time for Ray to detect that a node was killed; with Ray's defaults this takes up to 50 s
 _LAST_LOOK_S = 5.0  # time for a look at the nodes of the cluster to end
 _RAY_ENDS_S = 30.0  # time for Ray to shut down when the run is over; after that it is killed
 
@@ -173,7 +173,7 @@ class _Launch:
     def _has_lost_a_node(self) -> bool:
         """Return whether the workers of an elastic run failed because a node left the cluster.
 
-        Ray may notice this later than the launcher notices that workers have gone without an exit status, or that workers on
+        Ray may detect this later than the launcher detects that workers have gone without an exit status, or that workers on
         other nodes have lost their connections.
         """
         cause = self._verdicts.cause
@@ -183,11 +183,11 @@ class _Launch:
         deadline = time.monotonic() + _NODE_LOST_S
         while not self._stop.signum and time.monotonic() < deadline and not self._patience.has_lost_a_node:
             time.sleep(0.1)
-            self._see_silent_nodes()  # the workers may notice a cut network before the launcher does
+            self._see_silent_nodes()  # the workers may detect a cut network before the launcher does
         return not self._stop.signum and self._patience.has_lost_a_node
 
     def _see_silent_nodes(self) -> None:
-        """Record the nodes of an elastic run that do not answer. Ray itself may notice a minute later that they are lost."""
+        """Record the nodes of an elastic run that do not answer. Ray itself may detect a minute later that they are lost."""
         if self._request.is_elastic and (silent := self._server.silent()):
             self._patience.saw_nodes([*silent], None, "does not answer")
 

@@ -16,7 +16,7 @@ from distributed.launching.request import LaunchRequest
 
 _PLACED_S = 10.0  # time for Ray to place workers that should fit
 _RESERVED_S = 2.0  # time for Ray to reserve resources that its nodes show as free
-# Time in which no worker is placed on a node that did not answer. Ray notices within it that the node is lost.
+# Time in which no worker is placed on a node that did not answer. Ray detects within it that the node is lost.
 _SILENT_S = 120.0
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class Placement:
     def run_in_trial(self, group_id: str) -> None:
         """Run the workers in the placement group of a trial, whose first bundle holds the trial itself.
 
-        Ray Train is not used, because it would request another group. Raises ResourceError if the workers do not fit.
+        Ray Train is not used, because it would request another placement group. Raises ResourceError if the workers do not fit.
         """
         from ray.util.placement_group import PlacementGroup
 
@@ -65,7 +65,7 @@ class Placement:
         self._run_until_done(group, self._bundle_indices(group.bundle_specs))
 
     def run_on_nodes(self) -> None:
-        """Run the workers in a group of their own, with a bundle on each of `num_nodes` nodes.
+        """Run the workers in a placement group of their own, with a bundle on each of `num_nodes` nodes.
 
         Ray replaces the bundle of a lost node once another node has room for it. Ray Train is not used, because it cannot place
         so many workers on each node.
@@ -76,10 +76,11 @@ class Placement:
             self._run_until_done(group, [rank // workers.per_node for rank in range(self._request.world_size)])
 
     def run_as_many_as_fit(self) -> None:
-        """Run as many workers as fit on the nodes that are alive, in a new group for each attempt.
+        """Run as many workers as fit on the nodes that are alive, in a new placement group for each attempt.
 
-        Ray Train is not used, because it (2.60) learns of a lost node up to 20 s later, and kills workers without a save before
-        it starts more of them.
+        Workaround (Ray 2.60, no upstream issue known; may go when Ray Train learns of a lost node within seconds and lets workers
+        save before it starts more of them): Ray Train is not used. It learns of a lost node up to 20 s later, and kills workers
+        without a save before it starts more of them.
         """
         is_wanted, number = True, self._most_that_fit()
         while is_wanted:
@@ -93,7 +94,7 @@ class Placement:
                         self._spare = _Spare(self._request.nproc_per_node - number)
                     is_wanted = self._run(group, list(range(number)), abandons_silent=True)
             self._free_spare()
-            # If the workers were not placed, other programs use resources, or Ray has not noticed yet that a node is lost.
+            # If the workers were not placed, other programs use resources, or Ray has not detected yet that a node is lost.
             fewer = max(self._workers.per_node, min(number - 1, self._num_free()))
             number = self._most_that_fit() if is_placed else fewer
 
@@ -166,7 +167,7 @@ class Placement:
     def _run(self, group: Any, bundle_indices: Sequence[int], *, abandons_silent: bool = False) -> bool:
         """Run one attempt of the workers, each in the bundle of its rank. Return whether another attempt is wanted.
 
-        With `abandons_silent`, the workers on nodes that do not answer are not waited for when the others have ended: Ray may notice
+        With `abandons_silent`, the workers on nodes that do not answer are not waited for when the others have ended: Ray may detect
         only after a minute that such a node is lost. The workers there end by themselves, because their connections break.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

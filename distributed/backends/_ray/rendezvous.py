@@ -198,13 +198,13 @@ class RendezvousServer:
         self._complete()
 
     def _complete(self) -> None:
-        """Begin the attempt if every rank of a group of workers has opened all of its connections."""
+        """Begin the attempt if all of its workers, one for each rank, have opened all of their connections."""
         ready = [worker for worker in self._joining.values() if len(worker.sockets) == len(_KINDS)]
         size = ready[-1].hello["world_size"] if ready else 0
-        group = {worker.hello["rank"]: worker for worker in ready if worker.hello["world_size"] == size}
-        if not ready or len(group) < size:
+        workers = {worker.hello["rank"]: worker for worker in ready if worker.hello["world_size"] == size}
+        if not ready or len(workers) < size:
             return
-        self._joining, self._joined, self.num_lost, self._silent = {}, dict(sorted(group.items())), 0, set()
+        self._joining, self._joined, self.num_lost, self._silent = {}, dict(sorted(workers.items())), 0, set()
         self._on_complete(self._joined)
 
     # ------------------------------------------------------------------ ends

@@ -123,7 +123,7 @@ def _nodes(address: str, patience_s: float, *, is_given: bool) -> list[RayNode]:
 def _gpus_to_plan(config: DistributedConfig, nodes: Sequence[RayNode]) -> int:
     """Return the number of GPUs of each node for `plan_processes`: those of all nodes together if Ray chooses the nodes.
 
-    If GPUs are asked for, or the cluster has some, the number is at least the one that the settings need, so that
+    If the settings want GPUs, or the cluster has some, the number is at least the one that the settings need, so that
     `plan_processes` does not refuse them. `missing` then reports what is missing.
     """
     sizes = sorted((int(node.gpus) for node in nodes), reverse=True)
@@ -131,8 +131,8 @@ def _gpus_to_plan(config: DistributedConfig, nodes: Sequence[RayNode]) -> int:
         there = sum(sizes)
     else:
         there = sizes[config.num_nodes - 1] if config.num_nodes <= len(sizes) else 0
-    is_asked = bool(config.num_gpus or config.gpus_per_node or config.device == "cuda")
-    if not is_asked and not any(sizes):
+    wants_gpus = bool(config.num_gpus or config.gpus_per_node or config.device == "cuda")
+    if not wants_gpus and not any(sizes):
         return 0
     of_node = -(-config.num_gpus // config.num_nodes) if config.num_gpus else 1
     return max(there, config.gpus_per_node or config.nproc_per_node or of_node)

@@ -66,7 +66,7 @@ def train(worker_config: Mapping[str, Any]) -> None:
 def _report(metrics: EpochMetrics, rank: int) -> None:
     """Report the metrics of an epoch to Ray Train. A collective: every rank calls it.
 
-    Workaround (Ray 2.60, no upstream issue known; may go when Ray Train stores metrics that come without a checkpoint):
+    Workaround (Ray 2.60, ray-project/ray#51204; may go when Ray Train stores metrics that come without a checkpoint):
     Ray stores metrics only together with a checkpoint. Rank 0 therefore reports a checkpoint that holds only the
     metrics; the real checkpoints are in the run directory.
     """

@@ -18,6 +18,7 @@ from distributed.backends._tensorflow.replicas import Replicas
 from distributed.checkpoints.tensor_file import WORDS, RawTensor, read_raw, write_tensors
 from distributed.data import sample_seed
 from distributed.errors import CheckpointError
+from distributed.launching.engines import seed_python_and_numpy
 
 
 class Generators:
@@ -68,8 +69,7 @@ class Generators:
     def seed(self, seed: int, step: int) -> None:
         """Seed all generators for the updates from `step` on."""
         values = [sample_seed(seed, step, stream) for stream in self._streams]
-        random.seed(values[0])
-        numpy.random.seed(values[0] >> 32)
+        seed_python_and_numpy(values[0], values[0] >> 32)
         for replica, value in enumerate(values):
             for number, (name, variable) in enumerate(self._variables().items()):
                 if (own := self._own_copy(name, variable, replica)) is None:

@@ -11,7 +11,8 @@ import numpy
 import tensorflow as tf
 
 from distributed.backends._keras.files import fixed_rate
-from distributed.backends._keras.models import chosen_optimizer, is_optimizer, is_schedule, schedule_kind, set_schedule
+from distributed.backends._keras.models import chosen_optimizer, schedule_kind, set_schedule
+from distributed.backends.keras_kinds import is_optimizer, is_schedule
 from distributed.config.merging import MergedConfig
 from distributed.config.optimization import RateCurve
 from distributed.config.plan import BatchPlan
@@ -187,7 +188,7 @@ class Rates:
         content = state.get("scheduler")
         if self._curve is not None and content:
             self._num_made = int(content["last_epoch"])
-            if text := self._curve.told(content, self._curve.length):
+            if text := self._curve.length_notice(content, self._curve.length):
                 notice(text)
             self._curve = self._curve.of_length(int(content["length"]))
         self._put(self._full)

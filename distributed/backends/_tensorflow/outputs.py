@@ -21,7 +21,7 @@ def joined(parts: Sequence[Sequence[tuple[int, int, Part]]]) -> Any:
         parts: for each rank a list of (number of the update, rank, outputs).
     """
     entries = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
-    updates = [[entry[2] for entry in group] for _, group in itertools.groupby(entries, key=lambda entry: entry[0])]
+    updates = [[entry[2] for entry in update] for _, update in itertools.groupby(entries, key=lambda entry: entry[0])]
     if not updates:
         return []
     pieces = [part for update in updates for part in update]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from distributed.backends._keras.scripts import imported
+from distributed.backends.keras_scripts import imported
 from distributed.errors import ConfigError
 from distributed.state import Job
 

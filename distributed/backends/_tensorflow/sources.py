@@ -21,6 +21,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seed, slices
 from distributed.errors import ConfigError
+from distributed.launching.engines import seed_python_and_numpy
 from distributed.state import DataRole, MicroBatch, UpdateBatch, WorkerContext
 
 Reduce = Callable[[Mapping[Any, float]], dict[Any, float]]
@@ -298,8 +299,7 @@ class _Fetcher:
 
     def _sample(self, epoch: int, position: int, key: int) -> Any:
         value = sample_seed(self._seed, epoch, position)
-        random.seed(value)
-        numpy.random.seed(value >> 32)
+        seed_python_and_numpy(value, value >> 32)
         return self._dataset[key]
 
 

@@ -161,7 +161,7 @@ class Step:
         if is_empty:
             gradients = [tf.zeros_like(g) for g in gradients]
             count, sums = tf.zeros_like(count), {n: (tf.zeros_like(a), tf.zeros_like(b)) for n, (a, b) in sums.items()}
-        else:  # a loss that is not finite makes the norm NaN, so that all ranks notice it
+        else:  # a loss that is not finite makes the norm NaN, so that all ranks detect it
             gradients[0] += tf.cast(value * 0, gradients[0].dtype)
         if carried:
             gradients = [g + c for g, c in zip(gradients, carried[0], strict=True)]

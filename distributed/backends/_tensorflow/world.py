@@ -21,8 +21,9 @@ from distributed.state import WorkerContext
 
 _LOST = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError, tf.errors.AbortedError, tf.errors.CancelledError)
 
-
-_raised: list[Exception] = []  # exceptions of Python code in a graph, which TensorFlow 2.21 replaces by its own
+# Exceptions of Python code in a graph. Workaround (TensorFlow 2.21, no upstream issue known; may go when TensorFlow raises the
+# exception of the function): it replaces the exception by one of its own.
+_raised: list[Exception] = []
 
 
 def carried(function: Callable[[Any], Any], value: Any) -> Any:

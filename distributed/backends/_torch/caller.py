@@ -16,7 +16,7 @@ def active_profiler() -> str | None:
 def picklable(data: Any) -> Any:
     """Return `data`, a DataLoader without its live worker pool.
 
-    Workaround (torch 2.13, no upstream issue known; may go when torch leaves the pool out of a pickle): the pool cannot
+    Workaround (torch 2.13, pytorch/pytorch#13023; may go when torch leaves the pool out of a pickle): the pool cannot
     be pickled.
     """
     if getattr(data, "_iterator", None) is None:

@@ -83,8 +83,8 @@ def _left_out(backend: TorchBackend[Any], directory: Path, content: Any) -> froz
 
 def take_weights(model: Any, directory: Path, config: DistributedConfig) -> Any:
     """Return the user's `model` with the weights of a checkpoint. A factory is called on the CPU."""
-    from distributed.backends._keras.models import is_model
     from distributed.backends._torch import keras_module
+    from distributed.backends.keras_kinds import is_model
 
     made = modules.make_model(model, config, torch.device("cpu"))
     checkpoint, directory = directory, weights_in(directory)

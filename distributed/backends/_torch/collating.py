@@ -213,13 +213,13 @@ class RowCollator:
 @contextlib.contextmanager
 def _without_advice(tokenizer: Any) -> Iterator[None]:
     """Hide the tokenizer's advice to let its call pad. The advice does not apply to rows that are tokenized already."""
-    name, told = "Asking-to-pad-a-fast-tokenizer", getattr(tokenizer, "deprecation_warnings", {})
-    before = told.get(name)
-    told[name] = True
+    name, warned = "Asking-to-pad-a-fast-tokenizer", getattr(tokenizer, "deprecation_warnings", {})
+    before = warned.get(name)
+    warned[name] = True
     try:
         yield
     finally:
-        told[name] = bool(before)
+        warned[name] = bool(before)
 
 
 def _plain(value: Any) -> Any:

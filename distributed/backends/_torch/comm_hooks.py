@@ -80,7 +80,7 @@ class Hierarchical(CommHook):
         self.notice = which if number > 1 else f"{which}: the same as no hook"
 
     def average(self, bucket: Any) -> Any:
-        # torch 2.13 renamed these functions.
+        # torch before 2.13 has these functions under their old names.
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         buffer, near = bucket.buffer(), self._near.size()

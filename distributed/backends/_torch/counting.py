@@ -61,8 +61,9 @@ class Counter:
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Add up the FLOPs of the operators that run in a block by the formulas of torch's `FlopCounterMode`.
 
-    `FlopCounterMode` (torch 2.13) also counts forward passes that are recomputed in a backward pass, and its hooks on
-    modules miss modules that are sharded.
+    Workaround (torch 2.13, no upstream issue known; may go when `FlopCounterMode` leaves out forward passes that are recomputed and
+    sees sharded modules): it also counts forward passes that are recomputed in a backward pass, and its hooks on modules miss
+    modules that are sharded.
     """
 
     def __init__(self) -> None:

@@ -279,7 +279,7 @@ class _TwiceWatch:
 def _buffer_sync(wrapper: Any, has_buffers: bool) -> dict[str, Any]:
     """Return arguments that turn off DDP's broadcast of buffers before each forward if there are no buffers.
 
-    The argument was renamed in torch 2.13.
+    torch before 2.13 has the argument under its old name.
     """
     if has_buffers:
         return {}

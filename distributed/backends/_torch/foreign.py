@@ -102,7 +102,8 @@ def _read_safetensors(order: Mapping[str, Any]) -> Any:
 
 
 def _read_dcp(order: Mapping[str, Any]) -> Any:
-    # A private planner: the public functions either need a model or write a file of torch.save (torch 2.13).
+    # Workaround (torch 2.13, pytorch/pytorch#125528; may go when a public function reads a checkpoint into a dict): the public
+    # functions either need a model or write a file of torch.save, so this function uses a private planner.
     from torch.distributed.checkpoint import FileSystemReader, default_planner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 

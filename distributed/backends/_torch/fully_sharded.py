@@ -110,7 +110,8 @@ def shard(
 def _take_weights(model: torch.nn.Module, weights: Mapping[str, Any], device: torch.device) -> None:
     """Give every rank its part of the main process's `weights`. All ranks must call it.
 
-    torch's `set_model_state_dict(broadcast_from_rank0=True)` also sends a pickle before the tensors (2.13).
+    Workaround (torch 2.13, no upstream issue known; may go when torch's `set_model_state_dict` sends no pickle): with
+    `broadcast_from_rank0=True` it sends a pickle before the tensors.
     """
     for name, own in model.state_dict().items():  # the names and their order are the same on every rank
         if isinstance(own, torch.Tensor):
@@ -125,8 +126,8 @@ def _take_weights(model: torch.nn.Module, weights: Mapping[str, Any], device: to
 def check_units(model: torch.nn.Module, units: Sequence[torch.nn.Module]) -> None:
     """Raise ConfigError if the trainable parameters of a unit have different element types.
 
-    `units` lists children before parents. fully_shard of torch 2.13 would raise in the first forward, without naming a
-    parameter.
+    `units` lists children before parents. Workaround (torch 2.13, pytorch/pytorch#156784; may go when fully_shard accepts such
+    parameters): it would raise in the first forward, without naming a parameter.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     taken: set[torch.nn.Parameter] = set()
@@ -193,8 +194,8 @@ def _blocks(model: torch.nn.Module, options: FSDPOptions) -> list[torch.nn.Modul
 def _with_statistics(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the BatchNorm-like submodules, which are sharded without mixed precision.
 
-    Their statistics stay fp32, and so must their weights, as under autocast. With 16-bit weights the CPU kernels of
-    torch 2.13 fail, and other kernels lose precision.
+    Their statistics stay fp32, and so must their weights, as under autocast. Workaround (torch 2.13, pytorch/torchtitan#674; may go
+    when fully_shard leaves BatchNorm in fp32): with 16-bit weights the CPU kernels fail, and other kernels lose precision.
     """
     kinds = torch.nn.modules.batchnorm._NormBase
     norms = [module for module in model.modules() if isinstance(module, kinds) and module is not model]

@@ -9,21 +9,13 @@ import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-import numpy
 import torch
 
 from distributed.backends._keras.randomness import common_state
-from distributed.backends._torch import sample_rng
+from distributed.backends._torch import sample_rng, seeding
 from distributed.backends._torch.tensor_io import read_file, write_file
 from distributed.errors import CheckpointError, TrainingError
-
-
-def seed_torch(value: int, device: torch.device) -> None:
-    """Seed the CPU generator, and the generator of `device` if it is a GPU. Other devices are not touched."""
-    torch.default_generator.manual_seed(value)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(value)
+from distributed.launching.engines import seed_python_and_numpy
 
 
 def forked(device: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -71,9 +63,8 @@ class OwnGenerators:
 
     def seed(self, value: int) -> None:
         """Seed all generators from one 64-bit number."""
-        seed_torch(value, self._device)
-        random.seed(value)
-        numpy.random.seed(value >> 32)
+        seeding.seed(value, self._device)
+        seed_python_and_numpy(value, value >> 32)
 
     def _state(self) -> _State:
         return sample_rng.save(), torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None

@@ -8,7 +8,7 @@ import sys
 def has_joined() -> bool:
     """Return whether the script has called `torch.distributed.init_process_group`.
 
-    A group that was destroyed since is detected by its traces: the recorded init method, which torch sets unless a
+    A process group that was destroyed since is detected by its traces: the recorded init method, which torch sets unless a
     store was given, and the exception hook that prefixes tracebacks with the rank.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")

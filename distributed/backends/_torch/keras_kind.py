@@ -13,6 +13,7 @@ import torch
 from distributed.backends._keras import files, models
 from distributed.backends._keras.batches import unpacked
 from distributed.backends._keras.by_name import check_names
+from distributed.backends._keras.names import trainable_variables
 from distributed.backends._keras.randomness import common_state
 from distributed.backends._torch import optim
 from distributed.backends._torch.keras_module import KerasModule, keras_scope, to_float64, widen
@@ -59,6 +60,9 @@ class KerasKind(TorchKind):
         batch = move(unpacked(example()).x, self._device, None)
         with torch.no_grad():
             self.model(batch)
+
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name, variable.value) for name, variable in trainable_variables(self.model).items()]
 
     def _scope(self) -> contextlib.AbstractContextManager[None]:
         return keras_scope(self._device, self._dtype)

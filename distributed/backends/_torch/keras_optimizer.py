@@ -1,4 +1,4 @@
-"""Let a Keras optimizer be used like a torch optimizer, with the same gradients, groups and rates."""
+"""Let a Keras optimizer be used like a torch optimizer, with the same gradients, parameter groups and rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Scope = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 class KerasOptimizer(torch.optim.Optimizer):
-    """Update one group of parameters with the optimizer `keras` at the group's rate."""
+    """Update one parameter group with the optimizer `keras` at the group's rate."""
 
     def __init__(self, keras: Any, variables: list[Any], rate: float, scope: Scope) -> None:
         super().__init__([variable.value for variable in variables], {"lr": rate})

@@ -48,6 +48,10 @@ class TorchKind:
         """The user's own model object."""
         return self.module
 
+    def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
+        """Return (name, parameter) of each parameter, by the names that settings and callbacks use."""
+        return tensors.named_parameters(self.module)
+
     def take(self, job: Job) -> None:
         """Learn from `job` which models are trained, if there are several. Called before the module is wrapped."""
 

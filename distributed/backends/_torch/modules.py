@@ -9,11 +9,12 @@ from typing import Any
 import numpy
 import torch
 
-from distributed.backends._keras.models import is_model
-from distributed.backends._torch import several_models
-from distributed.backends._torch.generators import forked, seed_torch
+from distributed.backends._torch import seeding, several_models
+from distributed.backends._torch.generators import forked
+from distributed.backends.keras_kinds import is_model
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
+from distributed.launching.engines import seed_python_and_numpy
 
 
 def build_model(model_or_factory: Any, config: DistributedConfig, device: torch.device) -> torch.nn.Module:
@@ -71,9 +72,9 @@ def make_model(model_or_factory: Any, config: DistributedConfig, device: torch.d
         return model_or_factory
     before = random.getstate(), numpy.random.get_state()
     with forked(device):
-        seed_torch(config.seed, device)
-        random.seed(config.seed)  # Keras draws the seeds of its initializers from this generator
-        numpy.random.seed(config.seed & 0xFFFFFFFF)
+        seeding.seed(config.seed, device)
+        # Keras draws the seeds of its initializers from Python's generator.
+        seed_python_and_numpy(config.seed, config.seed & 0xFFFFFFFF)
         try:
             if isinstance(model_or_factory, Mapping):
                 return several_models.joined(model_or_factory, _made)

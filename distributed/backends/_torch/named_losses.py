@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from distributed.backends._keras import by_name
-from distributed.backends._keras.models import is_model
+from distributed.backends.keras_kinds import is_model
 from distributed.errors import ConfigError, nearest
 from distributed.state import Job
 

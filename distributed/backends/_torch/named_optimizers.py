@@ -13,13 +13,14 @@ from distributed.errors import ConfigError
 
 Notice = Callable[[str], None]
 _NAMED = "named_by_settings"  # attribute of an optimizer that settings name
-_OPTIONS = ("weight_decay", "betas", "momentum")  # of a group, as far as its optimizer has them
+_OPTIONS = ("weight_decay", "betas", "momentum")  # of a parameter group, as far as its optimizer has them
 
 
 def build(wanted: NamedOptimizer, model: torch.nn.Module, notice: Notice) -> torch.optim.Optimizer:
     """Return the optimizer for the trainable parameters of `model`.
 
-    Parameters with the same rate and decay are in one group. Raises ConfigError if an entry of `layer_rates` applies to no parameter.
+    Parameters with the same rate and decay are in one parameter group. Raises ConfigError if an entry of `layer_rates` applies
+    to no parameter.
     """
     optimizer = _built(wanted, model, notice)
     vars(optimizer)[_NAMED] = True
@@ -50,25 +51,25 @@ def is_named(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def options_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each group that settings decide, except for the rates."""
+    """Return the options of each parameter group that settings decide, except for the rates."""
     return [{name: group[name] for name in _OPTIONS if name in group} for group in optimizer.param_groups]
 
 
 def set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]], notice: Notice) -> None:
     """Set the `options` that settings decide, after a checkpoint was loaded. Show a notice for each one that differs in it."""
-    told: dict[str, str] = {}
+    notices: dict[str, str] = {}
     for group, own in zip(optimizer.param_groups, options, strict=True):
         for name, value in own.items():
             stored = group[name]
             if (tuple(stored) if isinstance(stored, (list, tuple)) else stored) != value:
-                told.setdefault(name, f"{name}={value} replaces the checkpoint's {stored}")
+                notices.setdefault(name, f"{name}={value} replaces the checkpoint's {stored}")
             group[name] = value
-    for text in told.values():
+    for text in notices.values():
         notice(text)
 
 
 def _groups(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]]) -> list[dict[str, Any]]:
-    """Return one group for each pair of rate and decay, those with the full rate first."""
+    """Return one parameter group for each pair of rate and decay, those with the full rate first."""
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
     for name, parameter in named:
         groups.setdefault((wanted.factor(name), wanted.decay_of(parameter.dim())), []).append(parameter)
@@ -80,7 +81,7 @@ def _groups(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]])
 
 
 def _show_decay(wanted: NamedOptimizer, named: list[tuple[str, torch.nn.Parameter]], notice: Notice) -> None:
-    if text := wanted.told_decay([parameter.dim() for _, parameter in named]):
+    if text := wanted.decay_notice([parameter.dim() for _, parameter in named]):
         notice(text)
 
 
@@ -145,7 +146,7 @@ class CurveSchedule(LRScheduler):
         return self.curve.kind
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Return the rate of each group for the next update."""
+        """Return the rate of each parameter group for the next update."""
         factor = self.curve.factor(self.last_epoch, max(map(float, self.base_lrs)))
         return [rate * factor for rate in self.base_lrs]
 
@@ -162,7 +163,7 @@ class CurveSchedule(LRScheduler):
         self.set_rates()
 
     def set_rates(self) -> None:
-        """Set the rate of each group for the next update."""
+        """Set the rate of each parameter group for the next update."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
         self._last_lr = [group["lr"] for group in self.optimizer.param_groups]

@@ -57,9 +57,7 @@ class TorchObserver(Observer):
             return graph_of(own.plain, own.passes.objective, own.passes.move(kept.batch), kept.num_samples)
 
     def named_parameters(self) -> list[tuple[str, Any]]:
-        from distributed.backends._torch.tensors import named_parameters
-
-        return list(named_parameters(self._backend.plain))
+        return self._backend.kind.named_parameters()
 
     def write_program(self, path: Path) -> str:
         from distributed.backends._torch import programs, served

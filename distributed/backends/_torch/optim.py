@@ -80,12 +80,12 @@ def replace_rate(
 
 
 def full_rate(group: Mapping[str, Any]) -> float:
-    """Return a group's rate before a schedule (OneCycleLR, a warm-up) lowered it for the first update."""
+    """Return the rate of a parameter group before a schedule (OneCycleLR, a warm-up) lowered it for the first update."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
-    """Set the rate of each group."""
+    """Set the rate of each parameter group."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(rate)
@@ -94,7 +94,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: Iterable[float]) -> None:
 
 
 def change_rates(optimizer: torch.optim.Optimizer, scheduler: Any, change: Callable[[float], float]) -> None:
-    """Apply `change` to the rates of all groups and to every rate that a schedule stores in them or in itself."""
+    """Apply `change` to the rates of all parameter groups and to every rate that a schedule stores in them or in itself."""
     set_rates(optimizer, [change(float(group["lr"])) for group in optimizer.param_groups])
     for group in optimizer.param_groups:
         for name in ("initial_lr", "max_lr", "min_lr"):  # OneCycleLR sets the last two

@@ -28,7 +28,7 @@ def by_update(parts: Sequence[Sequence[tuple[int, int, Outputs]]]) -> list[Updat
     `parts` hold (update number, rank, outputs) of every rank.
     """
     entries = sorted((entry for part in parts for entry in part), key=lambda entry: entry[:2])
-    return [[entry[2] for entry in group] for _, group in itertools.groupby(entries, key=lambda entry: entry[0])]
+    return [[entry[2] for entry in update] for _, update in itertools.groupby(entries, key=lambda entry: entry[0])]
 
 
 def by_rank(parts: Sequence[Sequence[tuple[int, int, Outputs]]]) -> list[Update]:

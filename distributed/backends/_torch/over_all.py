@@ -309,7 +309,8 @@ class StateMeasure:
 def _members_of(metric: Any) -> dict[str, Any]:
     """Return name -> metric. Each of these metrics is updated and computed separately.
 
-    A collection would otherwise share states between its metrics (torchmetrics 1.9).
+    Workaround (torchmetrics 1.9, Lightning-AI/torchmetrics#2596; may go when a collection shares states only on request): it shares
+    states between its metrics.
     """
     return dict(metric.items(keep_base=False, copy_state=True)) if _is_collection(metric) else {"": metric}
 

@@ -32,7 +32,7 @@ class Precision:
     def keep_scale_on(self, device: torch.device) -> None:
         """Keep the scale on the device of the gradients.
 
-        Workaround (torch 2.13, no upstream issue known; may go when `GradScaler._unscale_grads_` waits for the copy):
+        Workaround (torch 2.13, pytorch/pytorch#176429 for ShardedGradScaler; may go when `GradScaler` waits for the copy):
         torch copies the scale between a GPU and the host without waiting, so the host could divide by a value that has
         not arrived.
         """

@@ -73,7 +73,7 @@ class ReducingWrapper(DDPWrapper):
             _split(flat, bucket)
 
     def _buckets(self, tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Yield the tensors in groups of one element type. The order is the same on every rank and in every update."""
+        """Yield buckets of tensors of one element type. The order is the same on every rank and in every update."""
         limit = (self._options.bucket_cap_mb or _BUCKET_MB) * 2**20
         for kind in dict.fromkeys(tensor.dtype for tensor in tensors):
             bucket: list[torch.Tensor] = []

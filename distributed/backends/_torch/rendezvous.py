@@ -63,8 +63,8 @@ def choose_interface(store: Any, found: WorkerEnvironment) -> None:
     """
     own = this_node(os.environ.get("MASTER_ADDR") or found.master_addr)
     if found.rank == 0:
-        told = [json.loads(store.get(str(rank))) for rank in range(1, found.world_size)]
-        nodes = list(dict.fromkeys([own, *map(Node.of, told)]))
+        others = [json.loads(store.get(str(rank))) for rank in range(1, found.world_size)]
+        nodes = list(dict.fromkeys([own, *map(Node.of, others)]))
         store.set("all", json.dumps([node.to_dict() for node in nodes]))
     else:
         store.set(str(found.rank), json.dumps(own.to_dict()))

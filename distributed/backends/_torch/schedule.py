@@ -115,7 +115,7 @@ class Schedule:
         if here and there:
             tensors.load_scheduler_state(self._scheduler, content or {})
             if isinstance(self._scheduler, CurveSchedule) and (
-                text := self._scheduler.curve.told(content or {}, length)
+                text := self._scheduler.curve.length_notice(content or {}, length)
             ):
                 notice(text)
         elif here:
@@ -132,7 +132,7 @@ class Schedule:
             self._scheduler.set_rates()
 
     def _load_rates(self, notice: Callable[[str], None]) -> None:
-        """Set the rate of each group to that of the settings, which replaces the checkpoint's rate."""
+        """Set the rate of each parameter group to that of the settings, which replaces the checkpoint's rate."""
         groups, wanted = self._optimizer.param_groups, self._full_rates
         stored = [optim.full_rate(group) for group in groups]
         if stored == wanted:

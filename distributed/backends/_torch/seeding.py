@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 
-def seed(value: int) -> None:
-    """Seed the global generators of torch for all devices, if torch is loaded."""
-    if (torch := sys.modules.get("torch")) is not None:
+def seed(value: int, device: torch.device | None = None) -> None:
+    """Seed the global generators of torch, if torch is loaded.
+
+    Args:
+        value: the seed, of 64 bits.
+        device: seed only the generators of the CPU and of this device. If None, seed those of all devices.
+    """
+    if (torch := sys.modules.get("torch")) is None:
+        return
+    if device is None:
         torch.manual_seed(value)
+        return
+    torch.default_generator.manual_seed(value)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(value)

@@ -44,9 +44,9 @@ class _States(MutableMapping[torch.Tensor, Any]):
 
 
 class SeveralOptimizers(ByName[torch.optim.Optimizer], torch.optim.Optimizer):
-    """Hold an optimizer for each model by name, as a mapping. A checkpoint stores their groups and states together.
+    """Hold an optimizer for each model by name, as a mapping. A checkpoint stores their parameter groups and states together.
 
-    The groups and the states are those of the optimizers themselves, not copies.
+    The parameter groups and the states are those of the optimizers themselves, not copies.
     """
 
     def __init__(self, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:

@@ -41,7 +41,7 @@ def _nothing(parameter: torch.nn.Parameter) -> torch.Tensor:
 def sparse_tensor(indices: torch.Tensor, values: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     """Return an uncoalesced sparse tensor.
 
-    Workaround (torch 2.13, no upstream issue known; may go when torch checks no invariants by default without a warning): without
+    Workaround (torch 2.13, pytorch/pytorch#170626; may go when torch checks no invariants by default without a warning): without
     `check_invariants` it warns.
     """
     return torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)

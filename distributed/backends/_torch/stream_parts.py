@@ -126,8 +126,8 @@ class Lane:
 
     def state(self, part: Any, randomness: sample_rng.OwnStream) -> Any:
         """Return the state of `part` for a checkpoint. Return None if it has no state, or if the state may be incomplete."""
-        is_told = all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
-        if not is_told or self._can_skip(part) or randomness.has_drawn:
+        has_state = all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
+        if not has_state or self._can_skip(part) or randomness.has_drawn:
             return None
         state = copy.deepcopy(part.state_dict())
         try:

@@ -167,7 +167,7 @@ class StreamPosition:
     def __init__(self, source: Source) -> None:
         dataset = source.dataset
         methods = (getattr(dataset, name, None) for name in ("state_dict", "load_state_dict"))
-        self._is_told = source.num_workers == 0 and all(map(callable, methods)) and not has_shuffle_buffer(dataset)
+        self._has_state = source.num_workers == 0 and all(map(callable, methods)) and not has_shuffle_buffer(dataset)
         self._dataset = dataset
         self._randomness: sample_rng.OwnStream | None = None
         self._epoch = self.reached = 0
@@ -178,7 +178,7 @@ class StreamPosition:
         """Begin an epoch after `skip` samples. Return whether the stream itself continues from there."""
         sought, self.sought = self.sought, None
         self._epoch, self.reached, self._randomness = epoch, skip, randomness
-        is_there = self._is_told and sought is not None and "state" in sought
+        is_there = self._has_state and sought is not None and "state" in sought
         is_there = is_there and (sought["epoch"], sought["samples"]) == (epoch, skip)  # type: ignore[index]
         if is_there:
             assert sought is not None
@@ -187,12 +187,12 @@ class StreamPosition:
 
     def mark(self) -> None:
         """Keep the state before one more update batch is read, because training may end without it."""
-        if self._is_told:
+        if self._has_state:
             self._marked = self.reached, copy.deepcopy(self._dataset.state_dict())
 
     def cursor(self, samples: int) -> dict[str, Any] | None:
         """Return the cursor after `samples`, or None if the stream cannot continue from one."""
-        if not self._is_told or self._randomness is None or self._randomness.has_drawn:
+        if not self._has_state or self._randomness is None or self._randomness.has_drawn:
             return None
         reached, state = (samples, self._dataset.state_dict()) if samples == self.reached else self._marked
         try:
@@ -433,7 +433,7 @@ _NUMPY_HAS |= {torch.uint8, torch.bool}
 class _ByValue(pickle.Pickler):
     """Pickle tensors by value.
 
-    Workaround (torch 2.13, no upstream issue known; may go when torch sends many tensors with few descriptors): torch
+    Workaround (torch 2.13, pytorch/pytorch#11899; may go when torch sends many tensors with few descriptors): torch
     would use a file descriptor for each tensor, and an update may contain thousands of tensors.
     """
 

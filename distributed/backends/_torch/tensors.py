@@ -210,7 +210,7 @@ def load_optimizer(
 
     `content` is what `save_optimizer` returned. Options that select how updates are computed (foreach, fused,
     capturable) do not change. Tensors that the optimizer has already are filled in place: new memory would cost more time than
-    reading. Raises CheckpointError if the optimizer, its groups or a shape differ.
+    reading. Raises CheckpointError if the optimizer, its parameter groups or a shape differ.
     """
     _check_kinds(content)
     if content["class"] != type(optimizer).__name__:
@@ -360,7 +360,7 @@ def _group_content(group: Mapping[str, Any], names: Mapping[int, str], index: in
     options = {key: value for key, value in group.items() if key not in _OWN_OPTIONS}
     return {
         "params": [names[id(parameter)] for parameter in group["params"]],
-        "options": encode_state(_without_functions(options), f"optimizer group {index}", encode_tensor),
+        "options": encode_state(_without_functions(options), f"parameter group {index}", encode_tensor),
     }
 
 
@@ -375,7 +375,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sa
             name = min(here ^ there)
             where = "here but not in the checkpoint" if name in here else "in the checkpoint but not here"
             raise CheckpointError(
-                f"optimizer group {i} holds {name} {where}: group the parameters as in the checkpoint"
+                f"parameter group {i} holds {name} {where}: group the parameters as in the checkpoint"
             )
 
 

@@ -39,8 +39,8 @@ class TopK(CommHook):
         buffer = bucket.buffer()
         indices = self._choose(buffer, [(self._names[id(p)], p.numel()) for p in bucket.parameters()])
         world = dist.get_world_size()
-        # torch 2.13 renamed this function. Values and indices are sent in one message, because two messages could be
-        # mixed up with those of another bucket.
+        # torch before 2.13 has this function under its old name. Values and indices are sent in one message, because two messages
+        # could be mixed up with those of another bucket.
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         mine = torch.cat([buffer[indices].view(torch.uint8), indices.to(_index_type(buffer)).view(torch.uint8)])
         everyone = mine.new_empty(world * len(mine))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 
 from distributed.backends._torch.sharding import is_sharded, take_part, whole
+from distributed.config.memory import available_bytes
 from distributed.errors import ConfigError
 
 _FULLY_SHARD = "torch.distributed.fsdp._fully_shard"
@@ -38,9 +38,8 @@ class WholeForm:
         self._classes = [type(unit) for unit in self._units]
         # fully_shard's hooks, which are removed while the model is whole
         self._hooks: list[tuple[dict[int, Any], dict[int, Any], list[int]]] = []
-        self._notes: list[
-            tuple[dict[str, Any], dict[str, Any]]
-        ] = []  # fully_shard's state of the units, which holds process groups
+        # fully_shard's records in the units, which hold process groups
+        self._records: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._owners: list[tuple[dict[str, Any], str, torch.nn.Parameter]] = []
         self._buffers: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._whole: dict[torch.nn.Parameter, torch.nn.Parameter] = {}  # sharded parameter -> whole parameter
@@ -88,7 +87,7 @@ class WholeForm:
         for unit, cls in zip(self._units, self._classes, strict=True):
             unit.__class__ = cls.__bases__[1]  # the second base of FSDPLinear, which is (FSDPModule, Linear)
             own = vars(unit)
-            self._notes.append((own, {key: own.pop(key) for key in (STATE_KEY, REGISTRY_KEY) if key in own}))
+            self._records.append((own, {key: own.pop(key) for key in (STATE_KEY, REGISTRY_KEY) if key in own}))
         for module in self._model.modules():
             for kind in _HOOKS:
                 self._set_aside_hooks(vars(module)[kind])
@@ -119,9 +118,9 @@ class WholeForm:
             hooks.update({key: both[key] for key in [*order, *both] if key in both})
         for unit, cls in zip(self._units, self._classes, strict=True):
             unit.__class__ = cls
-        for own, notes in self._notes:
-            own.update(notes)
-        self._hooks, self._notes, self._buffers, self.is_shown = [], [], [], False
+        for own, records in self._records:
+            own.update(records)
+        self._hooks, self._records, self._buffers, self.is_shown = [], [], [], False
 
     def release(self) -> None:
         """Free the whole parameters. The next `gather` fills them again."""
@@ -164,17 +163,7 @@ def free_bytes(device: torch.device, num_sharing: int) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0] + unused)
-    return _host_free_bytes() // num_sharing
-
-
-def _host_free_bytes() -> int:
-    """Return the memory in bytes that Linux has available, or less if the control group of a container allows less."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit ("max")
-        group = Path("/sys/fs/cgroup")
-        free = min(free, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    return free
+    return (available_bytes() or 0) // num_sharing
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """Provide the store in which the workers of one node find each other: a file that only this user can open.
 
-A file needs no open port. Torch's usual store, a TCPStore, listens on all interfaces of the machine and trusts everyone who
-connects (2.13).
+Workaround (torch 2.13, pytorch/pytorch#173909; may go when a TCPStore listens only at the address that it is given and checks who
+connects): torch's usual store, a TCPStore, listens on all interfaces of the machine and trusts everyone who connects. A file needs
+no open port.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _by_file(by_port: _Method) -> _Method:
 def _on_one_interface(by_port: _Method) -> _Method:
     """Return a handler that does the same as `by_port`, but whose store listens on one interface instead of all.
 
-    Workaround (torch 2.13, no upstream issue known; may go when a TCPStore listens only at the address that it is
+    Workaround (torch 2.13, pytorch/pytorch#173909; may go when a TCPStore listens only at the address that it is
     given): the store is opened here first. Torch then uses it, because it shares a store that the process already hosts
     at a port.
     """

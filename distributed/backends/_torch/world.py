@@ -43,7 +43,7 @@ class TorchWorld(world.World):
     transport: str | None = None  # nccl, gloo or mpi; None for one process
 
     def is_alive(self) -> bool:
-        """Return whether the group still exists. Not a collective."""
+        """Return whether the process group still exists. Not a collective."""
         return True
 
     @abc.abstractmethod
@@ -87,10 +87,10 @@ class TorchWorld(world.World):
 
     @abc.abstractmethod
     def leave(self) -> None:
-        """Leave the group, unless the user joined it. Does not wait for other ranks."""
+        """Leave the process group, unless the user joined it. Does not wait for other ranks."""
 
     def end(self) -> None:
-        """Leave the group, even if the user joined it. Does not wait for other ranks."""
+        """Leave the process group, even if the user joined it. Does not wait for other ranks."""
         self.leave()
 
 
@@ -138,7 +138,7 @@ class ProcessGroup(TorchWorld):
         found: WorkerEnvironment | None = None,
         call: str = "fit()",
     ) -> None:
-        """Join the group. Wait up to `start_timeout` for the other ranks. Later collectives wait up to `timeout_s`.
+        """Join the process group. Wait up to `start_timeout` for the other ranks. Later collectives wait up to `timeout_s`.
 
         `found` describes this process if its environment does not. `call` names the call that missing ranks did not
         make.
@@ -164,7 +164,8 @@ class ProcessGroup(TorchWorld):
         )
         self.transport = dist.get_backend()
         is_other = config.communication_backend not in (None, self.transport)
-        if is_other and self.transport in TRANSPORTS:  # torch has other names for a group with several transports
+        # torch has other names for a process group with several transports.
+        if is_other and self.transport in TRANSPORTS:
             raise ConfigError(
                 f"communication_backend={config.communication_backend!r} is not the {self.transport!r} that the script joined"
                 " with: drop one of them"
@@ -187,7 +188,8 @@ class ProcessGroup(TorchWorld):
 
     def reduce_scatter(self, rows: torch.Tensor, operation: str) -> torch.Tensor:
         mine = torch.empty_like(rows[0])
-        # Flatten the tensors, because gloo requires equal numbers of dimensions. torch 2.13 renamed the function.
+        # Flatten the tensors, because gloo requires equal numbers of dimensions. torch before 2.13 has
+        # the function under its old name.
         reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         reduce(mine.view(-1), rows.view(-1), op=getattr(dist.ReduceOp, operation.upper()))
         return mine
@@ -227,7 +229,8 @@ class ProcessGroup(TorchWorld):
 
     def barrier(self) -> None:
         device = torch.device(self._device)
-        # Without the argument torch 2.13 warns that it uses the current device, which is the same one.
+        # Workaround (torch 2.13, no upstream issue known; may go when a barrier on the device of the group does not warn): without
+        # the argument torch warns that it uses the current device, which is the same one.
         is_named = device.type == "cuda" and self.transport != "gloo"
         dist.barrier(device_ids=[device.index] if is_named else None)
 
@@ -270,10 +273,10 @@ def _why_no_cuda() -> str:
 
 def _backends(plan: ProcessPlan, config: DistributedConfig, usual: str | None) -> str:
     """Return torch's name of the transport. `usual` is the backend's default, such as "cpu:gloo,cuda:nccl"."""
-    asked = config.communication_backend
-    if asked is None:
+    given = config.communication_backend
+    if given is None:
         return usual or ("nccl" if plan.device == "cuda" else "gloo")
-    return usual if usual is not None and usual.endswith(f":{asked}") else asked
+    return usual if usual is not None and usual.endswith(f":{given}") else given
 
 
 def _join(
@@ -289,7 +292,7 @@ def _join(
 
 
 def leave_group() -> None:
-    """Destroy the default group, without waiting for other ranks."""
+    """Destroy the default process group, without waiting for other ranks."""
     gc.collect()  # collect reference cycles that keep DDP wrappers alive
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -59,7 +59,18 @@ def manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str, Any]]
 
 
 def manifest_text(job: BatchJob, options: KubernetesOptions) -> str:
-    """Return the objects of the run as YAML, with the commands that submit them in the first lines."""
+    """Return the objects of the run as YAML, with the commands that submit them in the first lines.
+
+    Args:
+        job: the run.
+        options: the options for Kubernetes.
+
+    Returns:
+        The content of the file.
+
+    Raises:
+        ConfigError: the run cannot be a job of this kind.
+    """
     import yaml
 
     where = "" if options.namespace is None else f" --namespace {options.namespace}"
@@ -69,7 +80,7 @@ def manifest_text(job: BatchJob, options: KubernetesOptions) -> str:
             "# The nodes need the same secret of at least 16 characters. To make one from a file:",
             f"# kubectl{where} create secret generic {secret_name(job)} --from-file=token=FILE",
         ]
-    lines += [f"# {each}" for each in notes(job, options)]
+    lines += [f"# {each}" for each in warnings_about(job, options)]
     text = yaml.dump_all(manifests(job, options), Dumper=_dumper(), sort_keys=False, width=120)
     return "\n".join(lines) + "\n" + text
 
@@ -92,8 +103,8 @@ def _dumper() -> type[yaml.SafeDumper]:
     return Quoting
 
 
-def notes(job: BatchJob, options: KubernetesOptions) -> list[str]:
-    """Return sentences about this job that the user must know."""
+def warnings_about(job: BatchJob, options: KubernetesOptions) -> list[str]:
+    """Return what the user must know about this job, one sentence each."""
     found = []
     checkpoint_dir = job.settings.config.checkpoint_dir if job.settings is not None else None
     if options.claim is None and is_address(checkpoint_dir):

@@ -27,7 +27,7 @@ _QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[MGTPE]|[KMGTPE]i)?")
 _LOST_NODE_S = 30
 _NODE_TIMEOUT_S = 600  # time for a replacement pod to start; it may have to fetch its image
 # Exit codes that every attempt would have: wrong settings, and a command that the image lacks or cannot execute.
-_HOPELESS = [2, 126, 127]
+_PERMANENT_FAILURES = [2, 126, 127]
 # The first attempt begins at step 0, any later one continues from the newest checkpoint. `exec` lets signals reach the run.
 _SHELL = 'mkdir -p "$0" && exec "$@"'
 
@@ -52,6 +52,9 @@ class KubernetesOptions:
         user: the number of the user that runs the processes.
         retries: how often one pod is replaced after a failure. The job fails with the next failure. Pods that were evicted or
             saved because of a signal do not count.
+
+    Raises:
+        ConfigError: a value is wrong. The message names the flag of `submit kubernetes`.
     """
 
     image: str
@@ -157,7 +160,7 @@ def job_spec(job: BatchJob, options: KubernetesOptions, pod: dict[str, Any]) -> 
                 {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 # One evicted pod ends the run on all nodes, after a save.
                 {"action": "Ignore", "onExitCodes": _codes([PREEMPTED])},
-                {"action": "FailJob", "onExitCodes": _codes(_HOPELESS)},
+                {"action": "FailJob", "onExitCodes": _codes(_PERMANENT_FAILURES)},
             ],
         },
         "template": {"metadata": {"labels": {LABEL: job.name}}, "spec": pod},

@@ -30,7 +30,7 @@ def trainjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[s
     """Return a TrainingRuntime, which has the pods, and a TrainJob that runs it.
 
     Kubeflow Trainer makes an indexed Job and a headless Service from these. Its plugin for torch gives each pod the variables of
-    torchrun (PET_NODE_RANK and others), from which `train` reads its place.
+    torchrun (PET_NODE_RANK and others), from which `train` reads its node rank.
     """
     plan = job.plan
     container_of_node = container(job, options, [], words(job, options)) | limits(job, options)

@@ -45,6 +45,9 @@ class RayJobOptions:
         python: the interpreter on the cluster.
         exclude: patterns of files that are not uploaded, as in a .gitignore.
         stop_wait_s: seconds between SIGTERM and SIGKILL when the job is stopped. Ray's own default is 3.
+
+    Raises:
+        ConfigError: a value is wrong. The message names the flag of `submit ray`.
     """
 
     address: str
@@ -72,7 +75,15 @@ def run_dir_of(job: BatchJob, options: RayJobOptions) -> str:
 
 
 def entrypoint(job: BatchJob, options: RayJobOptions) -> str:
-    """Return the command of the job. It starts the run, or continues it."""
+    """Return the command of the job. It starts the run, or continues it.
+
+    Args:
+        job: the run.
+        options: the options for Ray's Jobs API.
+
+    Returns:
+        The command, one line of shell.
+    """
     run_dir = shlex.quote(run_dir_of(job, options))
     words = shlex.join([
         *shlex.split(options.python), "-m", "distributed.cli", "train", *job.words, "--backend", BACKEND, "--address", "auto",
@@ -157,8 +168,8 @@ def stop(run_dir: Path) -> bool:
     """Tell the job to save and end. Return False if it has ended already."""
     job = written(run_dir)
     with _asking(job["address"]) as client:
-        is_told: bool = client.stop_job(job["id"])
-    return is_told
+        is_stopping: bool = client.stop_job(job["id"])
+    return is_stopping
 
 
 @contextlib.contextmanager

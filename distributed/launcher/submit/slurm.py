@@ -53,6 +53,9 @@ class SlurmOptions:
         grid: setting -> values. Each combination is a task of a job array.
         more: further lines for the head of the file, without #SBATCH, such as `--exclusive`.
         setup: lines of shell that run before the run, such as `module load cuda`.
+
+    Raises:
+        ConfigError: a value is wrong. The message names the flag of `submit slurm`.
     """
 
     time: str | None = None
@@ -97,7 +100,16 @@ class SlurmOptions:
 
 
 def batch_file(job: BatchJob, options: SlurmOptions, working_dir: Path) -> str:
-    """Return the sbatch file of a job. It holds no secret."""
+    """Return the sbatch file of a job. It holds no secret.
+
+    Args:
+        job: the run.
+        options: the options for SLURM.
+        working_dir: the directory in which the commands of the job run.
+
+    Returns:
+        The content of the file.
+    """
     run_dir = shlex.quote(str(job.run_dir.absolute()))
     own = f'{run_dir}/"$SLURM_ARRAY_TASK_ID"' if options.has_tasks else run_dir
     command = job.command(own, "${settings[$SLURM_ARRAY_TASK_ID]}" if options.grid else "")

@@ -74,7 +74,7 @@ class Surroundings:
 
     environ: Mapping[str, str]
     argv: Sequence[str] = ()
-    nproc_per_node: int | None = None  # the processes per node that somebody explicitly asked for
+    nproc_per_node: int | None = None  # the processes per node, if they were given
 
 
 # What `worker` and `node` of an environment return. None: the variables of this environment are not set, so the next entry is

@@ -42,7 +42,7 @@ def node(at: Surroundings) -> Node:
 
 
 def worker(at: Surroundings) -> Worker:
-    """Return the rank of this pod if it is itself one worker, and no number of processes per node was asked for.
+    """Return the rank of this pod if it is itself one worker, and no number of processes per node was given.
 
     Raises ResourceError if this pod is to run several processes, because a launcher must start them.
     """

@@ -49,10 +49,10 @@ def worker_environment(
     Args:
         environ: environment variables, by default those of this process.
         argv: arguments of the script, by default those of this process.
-        nproc_per_node: the processes per node that somebody explicitly asked for. If given, the only Slurm task or pod of a
+        nproc_per_node: the processes per node, if they were given. Then the only Slurm task or pod of a
             node launches the workers of that node (see `node_environment`), and RANK and WORLD_SIZE count only together with
             other variables that a launcher sets.
-        num_nodes: the number of nodes that somebody asked for.
+        num_nodes: the number of nodes that was given.
 
     Raises:
         ResourceError: the variables make no sense, or WORLD_SIZE names several processes and nothing says which one this is.

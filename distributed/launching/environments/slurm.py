@@ -28,8 +28,8 @@ def worker(at: Surroundings) -> Worker:
     if not is_step(environ):
         return None
     is_alone = number(environ, "SLURM_NTASKS", 1) == 1
-    asked = at.nproc_per_node or 0
-    if (asked > 1 or (asked == 1 and not is_alone)) and _one_task_per_node(environ):
+    given = at.nproc_per_node or 0
+    if (given > 1 or (given == 1 and not is_alone)) and _one_task_per_node(environ):
         return False
     return (tf_config.worker(at) if is_alone else None) or _task(environ)
 

@@ -15,12 +15,13 @@ from pathlib import Path
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.environments import horovodrun, openmpi, pod, slurm
 from distributed.launching.environments.base import Surroundings, Worker, WorkerEnvironment, number
+from distributed.runs.processes import stat_of
 
 
 def worker(at: Surroundings) -> Worker:
     """Return the rank of this process by RANK and WORLD_SIZE, or None if they do not make it a worker.
 
-    If `nproc_per_node` was asked for, or RANK is the number of a pod, RANK and WORLD_SIZE count only together with other
+    If `nproc_per_node` was given, or RANK is the number of a pod, RANK and WORLD_SIZE count only together with other
     variables that a launcher sets (see `is_bare_rank`). Raises ConfigError for a bare RANK above 0 together with
     `nproc_per_node`, and ResourceError if the variables make no sense.
     """
@@ -54,11 +55,9 @@ def _parent_process() -> str:
     The name has the host, the boot and the start time, because process ids are reused.
     """
     pid = os.getppid()
-    try:
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
+    if (stat := stat_of(pid)) is None:
         return ""
-    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid} {started}"
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {pid} {stat.started}"
 
 
 def has_rank(environ: Mapping[str, str]) -> bool:

@@ -75,10 +75,10 @@ class TrackedRun:
         return run
 
     def _own(self) -> Any:
-        """Return the run of this run directory, in the recorded experiment. The run of a trial is below that of its search."""
+        """Return the run of this run directory, in the recorded experiment. The run of a trial is below that of its sweep."""
         sweep = RunRecord.of_sweep(self._run_dir)
         if sweep is not None and sweep.run_id is None:
-            raise Later("the run of the search is not there yet")
+            raise Later("the run of the sweep is not there yet")
         experiment = self._experiment() if sweep is None else str(sweep.experiment_id)
         found = self._earlier(experiment) if self._record.is_asked_for else None
         return found or self._make(experiment, {} if sweep is None else {PARENT: str(sweep.run_id)})
@@ -247,17 +247,17 @@ def grouped(entries: Sequence[tuple[Entry, int]]) -> Iterator[tuple[list[Entry],
 
     A request has at most 1000 metrics, which is MLflow's limit.
     """
-    group: list[Entry] = []
+    batch: list[Entry] = []
     count = end = 0
     for entry, stop in entries:
         size = len(entry["values"]) if entry["kind"] == "metrics" else 1000
-        if group and count + size > 1000:
-            yield group, end
-            group, count = [], 0
-        group.append(entry)
+        if batch and count + size > 1000:
+            yield batch, end
+            batch, count = [], 0
+        batch.append(entry)
         count, end = count + size, stop
-    if group:
-        yield group, end
+    if batch:
+        yield batch, end
 
 
 def metric_name(name: str) -> str:
@@ -277,7 +277,11 @@ def _num_bytes(path: Path) -> int:
 
 @contextlib.contextmanager
 def _without_migration_lines() -> Iterator[None]:
-    """Silence the lines that MLflow (3.17) prints about each of the hundred migrations of a new database."""
+    """Silence the log of migrations.
+
+    Workaround (MLflow 3.17.2, no upstream issue known; may go when MLflow creates a new database without migrations): MLflow logs a
+    line about each of a hundred migrations.
+    """
     loggers = [logging.getLogger(name) for name in ("mlflow.store.db.utils", "alembic", "alembic.runtime.migration")]
     levels = [each.level for each in loggers]
     for each in loggers:

@@ -15,7 +15,7 @@ from distributed.loggers._mlflow.tracking_uri import shown
 from distributed.loggers.spool import Spool
 
 _EVERY_S = 5.0  # seconds between two sendings: a request costs about ten milliseconds of a core
-_LATER_S = 0.5  # seconds until the sender looks for the run of the search again
+_LATER_S = 0.5  # seconds until the sender looks for the run of the sweep again
 _LINES = 5000  # lines of the spool in memory at once
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 2.0, 30.0
 _REFUSALS_SHOWN = 3  # warnings about refused entries in an attempt

@@ -64,9 +64,9 @@ class RunRecord:
 
     @classmethod
     def of_sweep(cls, run_dir: Path) -> RunRecord | None:
-        """Return the record of the search of which the run is a trial.
+        """Return the record of the sweep of which the run is a trial.
 
-        Return None if the run is not a trial, or if the search is not logged.
+        Return None if the run is not a trial, or if the sweep is not logged.
         """
         sweep = sweep_of(run_dir)
         return None if sweep is None else cls.read(sweep)
@@ -76,10 +76,10 @@ class RunRecord:
         """Return (the record of the run at `run_dir`, its tracking URI).
 
         The record is new if there is none yet, or if the user has another run open. `otherwise` is the name of the experiment if
-        neither `experiment`, nor the search, nor MLflow's variables name one.
+        neither `experiment`, nor the sweep, nor MLflow's variables name one.
         """
         sweep, of_user, default = cls.of_sweep(run_dir), users_run(), default_uri(run_dir)
-        if sweep is not None and not has_open_run():  # MLFLOW_RUN_ID then belongs to the search, not to its trial
+        if sweep is not None and not has_open_run():  # MLFLOW_RUN_ID then belongs to the sweep, not to its trial
             of_user = None
         record = cls.read(run_dir)
         uri = (of_user and of_user[1]) or users_uri() or (record and record.tracking_uri)
@@ -99,9 +99,9 @@ class RunRecord:
         replace_text(run_dir / RECORD, json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
 
-def _experiment(asked: str | None, otherwise: str) -> tuple[str, str | None]:
-    """Return (name, id) of the experiment: `asked`, or the one in MLflow's environment variables, or else `otherwise`."""
-    name = asked or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+def _experiment(given: str | None, otherwise: str) -> tuple[str, str | None]:
+    """Return (name, id) of the experiment: `given`, or the one in MLflow's environment variables, or else `otherwise`."""
+    name = given or os.environ.get("MLFLOW_EXPERIMENT_NAME")
     by_id = None if name else os.environ.get("MLFLOW_EXPERIMENT_ID")
     return name or ("" if by_id else otherwise), by_id
 

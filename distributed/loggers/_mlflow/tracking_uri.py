@@ -82,13 +82,13 @@ def beside(run_dir: Path) -> Path:
     """Return the directory that contains the run directory.
 
     Run directories can be nested: that of a second trainer in a process is inside that of the first trainer, and that of a trial
-    is inside that of the search. The outermost one counts.
+    is inside that of the sweep. The outermost one counts.
     """
     return (sweep_of(run_dir) or _first(run_dir)).parent
 
 
 def sweep_of(run_dir: Path) -> Path | None:
-    """Return the directory of the search of which this run is a trial, or None."""
+    """Return the directory of the sweep of which this run is a trial, or None."""
     trials = _first(run_dir).parent
     return trials.parent if trials.name == "trials" and (trials.parent / "sweep.yaml").exists() else None
 

@@ -1,1 +1,1 @@
-"""The engine that runs a search plan on Ray Tune. Only this package imports Ray Tune."""
+"""The engine that runs a sweep plan on Ray Tune. Only this package imports Ray Tune."""

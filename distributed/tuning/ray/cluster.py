@@ -1,4 +1,4 @@
-"""The cluster that a search runs on (one that it joins, or its own), and the resources that the cluster has for trials."""
+"""The cluster that a sweep runs on (one that it joins, or its own), and the resources that the cluster has for trials."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from typing import Any
 from distributed.backends._ray.cluster import LOCAL_OBJECT_STORE_BYTES, new_scratch, own_token, start_own
 from distributed.backends._ray.joining import join
 from distributed.config.registry import import_library
-from distributed.tuning.plan import SearchPlan, check_fits, here, total
+from distributed.tuning.plan import SweepPlan, check_fits, here, total
 from distributed.tuning.ray.schedulers import STOPPING_S
 
 _QUIET = {"logging_level": logging.ERROR, "log_to_driver": False, "configure_logging": False}
 
 
 def has_own_cluster(address: str | None) -> bool:
-    """Return True if a search with this `address` would start its own cluster, because there is none to join."""
+    """Return True if a sweep with this `address` would start its own cluster, because there is none to join."""
     return _named(address) is None and not is_connected()
 
 
-def address_of(plan: SearchPlan) -> str | None:
-    """Return the address of the cluster that the search is to join, or None if no address was given."""
+def address_of(plan: SweepPlan) -> str | None:
+    """Return the address of the cluster that the sweep is to join, or None if no address was given."""
     return _named(plan.address)
 
 
@@ -84,7 +84,7 @@ def _read_token_again() -> None:
 
 
 @contextlib.contextmanager
-def joined(plan: SearchPlan) -> Iterator[Any]:
+def joined(plan: SweepPlan) -> Iterator[Any]:
     """Yield Ray, connected to the cluster of this process, to the cluster at the plan's address, or to its own new
     cluster."""
     with without_advice():
@@ -111,13 +111,13 @@ def joined(plan: SearchPlan) -> Iterator[Any]:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _own_cpus(plan: SearchPlan) -> int:
-    """Return the CPUs of the search's own cluster: no more than the trials that may run at once need."""
+def _own_cpus(plan: SweepPlan) -> int:
+    """Return the CPUs of the sweep's own cluster: no more than the trials that may run at once need."""
     there, cpus = int(here()["CPU"]), total(plan.bundles).get("CPU", 0.0)
     return min(there, math.ceil(cpus * plan.max_concurrent)) if cpus and plan.max_concurrent else there
 
 
-def with_gpus(ray: Any, plan: SearchPlan) -> SearchPlan:
+def with_gpus(ray: Any, plan: SweepPlan) -> SweepPlan:
     """Return `plan` with a share of the GPUs for each trial if the cluster has GPUs and the user did not say how
     many."""
     if not plan.gpus_if_any or not ray.cluster_resources().get("GPU"):
@@ -126,7 +126,7 @@ def with_gpus(ray: Any, plan: SearchPlan) -> SearchPlan:
     return dataclasses.replace(plan, bundles=({**first, "GPU": plan.gpus_if_any}, *others))
 
 
-def resources(ray: Any, plan: SearchPlan) -> dict[str, float]:
+def resources(ray: Any, plan: SweepPlan) -> dict[str, float]:
     """Return the resources of the cluster. Raises ResourceError if a bundle fits on no node."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for bundle in plan.bundles:

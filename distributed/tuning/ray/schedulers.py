@@ -1,4 +1,4 @@
-"""Ray Tune's schedulers, configured from a search plan. Importing Ray is left to the functions."""
+"""Ray Tune's schedulers, configured from a sweep plan. Importing Ray is left to the functions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import types
 from typing import Any
 
 from distributed.errors import ConfigError
-from distributed.tuning.plan import SearchPlan
+from distributed.tuning.plan import SweepPlan
 from distributed.tuning.sweep import OPEN, progress_of, score_of
 
-STOPPING_S = 60  # time for trials to save and leave after the search was stopped; then their actors are killed
+STOPPING_S = 60  # time for trials to save and leave after the sweep was stopped; then their actors are killed
 
 
-def make_scheduler(plan: SearchPlan) -> Any:
+def make_scheduler(plan: SweepPlan) -> Any:
     """Return the scheduler that `plan` names, primed with the results of trials of an earlier process."""
     from ray.tune import schedulers
 
@@ -30,7 +30,7 @@ def make_scheduler(plan: SearchPlan) -> Any:
 
 
 def _patient(kind: Any) -> Any:
-    """Return a subclass of the scheduler `kind` with which Ray Tune waits longer for its actors at the end of a search.
+    """Return a subclass of the scheduler `kind` with which Ray Tune waits longer for its actors at the end of a sweep.
 
     Workaround (Ray 2.60, no upstream issue known; may go when Ray Tune makes the timeout a setting): Ray Tune waits a
     hard-coded 10 s before it kills the actors (`_actor_force_cleanup_timeout`). Some trials need longer to save, so
@@ -46,7 +46,7 @@ def _patient(kind: Any) -> Any:
     return Patient
 
 
-def _population(plan: SearchPlan) -> type:
+def _population(plan: SweepPlan) -> type:
     """Return a subclass of Ray Tune's population based training for our search space and trial numbers."""
     from ray.tune.schedulers import PopulationBasedTraining
 
@@ -57,9 +57,9 @@ def _population(plan: SearchPlan) -> type:
             super().__init__(hyperparam_mutations=mutations, **options)
 
         def on_trial_add(self, tune_controller: Any, trial: Any) -> None:
-            # Workaround (Ray 2.60, no upstream issue known; may go when it accepts a searcher that does not learn):
+            # Workaround (Ray 2.60, ray-project/ray#14176; may go when it accepts a searcher that does not learn):
             # population based training refuses every searcher, because one might learn from values that it changes.
-            # Searches that learn were refused before (check_pairing).
+            # Search algorithms that learn were refused before (check_pairing).
             super().on_trial_add(types.SimpleNamespace(search_alg=None), trial)
 
         def _get_new_config(self, trial: Any, trial_to_clone: Any) -> Any:
@@ -70,7 +70,7 @@ def _population(plan: SearchPlan) -> type:
     return OurPopulationBasedTraining
 
 
-def _mutations(plan: SearchPlan) -> dict[str, Any]:
+def _mutations(plan: SweepPlan) -> dict[str, Any]:
     """Return the dimensions that population based training may change, as domains of Ray Tune."""
     from ray import tune
 
@@ -80,7 +80,7 @@ def _mutations(plan: SearchPlan) -> dict[str, Any]:
             made[name] = list(each.values)
         elif each.kind == "randint":
             made[name] = tune.randint(int(each.low), int(each.high))
-        elif each.is_searched and each.sampler is None:
+        elif each.is_varied and each.sampler is None:
             made[name] = getattr(tune, each.kind)(each.low, each.high)
     if not made:
         raise ConfigError(
@@ -89,7 +89,7 @@ def _mutations(plan: SearchPlan) -> dict[str, Any]:
     return made
 
 
-def _replay(scheduler: Any, plan: SearchPlan) -> None:
+def _replay(scheduler: Any, plan: SweepPlan) -> None:
     """Tell a scheduler the results of trials of an earlier process, so that it compares later trials with them."""
 
     class Earlier:

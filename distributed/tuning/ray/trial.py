@@ -1,4 +1,4 @@
-"""A trial of a search, inside the actor that Ray Tune created for it: run the job, and report a score for each epoch."""
+"""A trial of a sweep, inside the actor that Ray Tune created for it: run the job, and report a score for each epoch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from distributed.backends._ray.trials import wait_for_thread
 from distributed.checkpoints.durable import replace_text
 from distributed.errors import ConfigError, TrainingError
 from distributed.metrics.monitor import unknown_metric
+from distributed.runs.summary import one_line
 from distributed.runs.temporary import temporary_directory
 from distributed.training.trial import Trial
-from distributed.tuning.jobs import UnknownMetric, one_line
-from distributed.tuning.plan import SearchPlan, total
+from distributed.tuning.jobs import UnknownMetric
+from distributed.tuning.plan import SweepPlan, total
 from distributed.tuning.results import checkpoint_of, rows_of
 from distributed.tuning.sweep import progress_of, score_of
 
@@ -37,7 +38,7 @@ class Stopped(SystemExit):
 class ActorContext:
     """What an actor needs besides the values of a trial."""
 
-    plan: SearchPlan
+    plan: SweepPlan
     cwd: str
     is_shared: bool  # whether the scheduler pauses trials, or lets one take over the state of another
 
@@ -78,7 +79,7 @@ def run(context: ActorContext, config: Mapping[str, Any]) -> None:
 
 
 def _prepare(context: ActorContext) -> None:
-    """Make Ray Tune wait for the thread of a trial, and change to the working directory of the search."""
+    """Make Ray Tune wait for the thread of a trial, and change to the working directory of the sweep."""
     os.environ["TUNE_FUNCTION_THREAD_TIMEOUT_S"] = _THREAD_S
     wait_for_thread()
     with contextlib.suppress(OSError):  # the directory does not exist on this node
@@ -181,7 +182,7 @@ def _value(value: Any) -> Any:
 # ------------------------------------------------------------------ the state of another trial
 
 
-def _take_over(plan: SearchPlan, number: int) -> int | None:
+def _take_over(plan: SweepPlan, number: int) -> int | None:
     """Take over the state of another trial if Ray Tune asks for it: replace this trial's checkpoints by the newest
     checkpoint of the other trial.
 

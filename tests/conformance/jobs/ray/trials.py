@@ -1,4 +1,4 @@
-"""Seed 002's search with Ray Tune, with a model and loaders filled in: trials that train in themselves, trials whose
+"""Seed 002's sweep with Ray Tune, with a model and loaders filled in: trials that train in themselves, trials whose
 workers take the trial's placement group, trials that Tune stops, and one whose group is too small. Prints one JSON line.
 
 trials.py OUT NAME ...   NAME: a key of KINDS
@@ -42,7 +42,7 @@ train_loader, val_loader = DataLoader(data, batch_size=8, shuffle=True), DataLoa
 
 
 class Heard(tune.Callback):
-    """Record the epoch in every report of a search."""
+    """Record the epoch in every report of a sweep."""
 
     def __init__(self):
         self.rows = []
@@ -61,7 +61,7 @@ def train_fn(config):
     return {"score": best, "val_accuracy": best, "trained": trained, "result": json.loads(events.read_text())}
 
 
-def search(name):
+def sweep(name):
     resources, more = KINDS[name]
     heard = Heard()
     analysis = tune.run(
@@ -70,7 +70,7 @@ def search(name):
         num_samples=1,
         resources_per_trial=resources,
         stop=lambda trial_id, result: "stopped" in name and result["epoch"] == 3,
-        # Tune needs its metric in every report. In the search "alone" only `train_fn` reports it.
+        # Tune needs its metric in every report. In the sweep "alone" only `train_fn` reports it.
         metric="score" if name == "alone" else "val_accuracy",
         mode="max", verbose=0, storage_path=str(OUT / "tune"), raise_on_failed_trial=False, callbacks=[heard],
     )  # fmt: skip
@@ -97,7 +97,7 @@ def main():
         address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
     )  # fmt: skip
-    print(json.dumps({name: search(name) for name in sys.argv[2:]}, default=str))
+    print(json.dumps({name: sweep(name) for name in sys.argv[2:]}, default=str))
     ray.shutdown()
 
 

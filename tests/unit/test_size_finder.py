@@ -1,4 +1,4 @@
-"""The search for a batch size: which sizes it tries, what it refuses, and what counts as too little memory."""
+"""The batch-size finder: which sizes it tries, what it refuses, and what counts as too little memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from distributed import ConfigError, ResourceError, Trainer, TrainingError, TrainingInterrupted
 from distributed.backends.out_of_memory import is_out_of_memory, memory_line
-from distributed.finders import batch_size as size_search
+from distributed.finders import batch_size as size_finder
 from distributed.finders.batch_size import NotThatSize, OutOfMemory
 from distributed.runs.directory import RunDirectory
 
@@ -28,7 +28,7 @@ def tried(monkeypatch):
         sizes.append(size)
         return None if size <= 40 else OutOfMemory("rank 1 is out of memory: so it goes")
 
-    monkeypatch.setattr(size_search, "_try", attempt)
+    monkeypatch.setattr(size_finder, "_try", attempt)
     return sizes
 
 
@@ -125,7 +125,7 @@ def test_the_end_of_the_workers_says_why_a_size_does_not_fit(code, cause, kind, 
     (tmp_path / "events.jsonl").write_text(
         json.dumps({"event": "worker_failed", "time": 1.0, "rank": 0, "cause": cause}) + "\n"
     )
-    reason = size_search._reason(code, RunDirectory(tmp_path))
+    reason = size_finder._reason(code, RunDirectory(tmp_path))
     assert type(reason) is kind and str(reason) == cause
 
 
@@ -139,20 +139,20 @@ def test_another_failure_is_raised(tmp_path):
     }
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     with pytest.raises(TrainingError, match="rank 0 failed with ValueError: no"):
-        size_search._reason(1, RunDirectory(tmp_path))
+        size_finder._reason(1, RunDirectory(tmp_path))
 
 
 @pytest.mark.parametrize("interrupted", [KeyboardInterrupt(), 143, 2, 3])
 def test_an_attempt_that_is_interrupted_or_refused_leaves_nothing(interrupted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
-    def run_in_workers(attempt, search, merged, run):
+    def run_in_workers(attempt, finder, merged, run):
         assert run.path.is_dir()
         if isinstance(interrupted, int):
             return interrupted
         raise interrupted
 
-    monkeypatch.setattr(size_search, "run_in_workers", run_in_workers)
+    monkeypatch.setattr(size_finder, "run_in_workers", run_in_workers)
     data = torch.utils.data.TensorDataset(torch.zeros(8, 2))
     with pytest.raises((KeyboardInterrupt, TrainingInterrupted, ConfigError, ResourceError)):
         trainer().find_batch_size(data, max_size=8)

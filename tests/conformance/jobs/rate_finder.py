@@ -1,4 +1,4 @@
-"""Search a learning rate, train, and write the results. Arguments: the directory for the results, and settings as JSON.
+"""Find a learning rate, train, and write the results. Arguments: the directory for the results, and settings as JSON.
 
 Each worker writes where a launcher started it. Otherwise this process writes.
 """
@@ -61,15 +61,15 @@ def trained(one: Trainer) -> dict[str, Any]:
 
 
 def main(out: Path, settings: dict[str, Any]) -> None:
-    gc.disable()  # so that garbage of the search is not collected by chance
-    searching = trainer(**settings)
-    before = state_of(searching.job.model)
-    curve = searching.find_learning_rate(DataLoader(DATA, shuffle=True), max_rate=100.0)
+    gc.disable()  # so that garbage of the finder is not collected by chance
+    finding = trainer(**settings)
+    before = state_of(finding.job.model)
+    curve = finding.find_learning_rate(DataLoader(DATA, shuffle=True), max_rate=100.0)
     num_models = sum(type(each) is torch.nn.BatchNorm1d for each in gc.get_objects())
-    is_untouched = state_of(searching.job.model) == before and not searching.job.optimizer.state
+    is_untouched = state_of(finding.job.model) == before and not finding.job.optimizer.state
     seen = {
         "rates": curve.rates, "losses": curve.losses, "suggestion": curve.suggestion, "num_models": num_models, "is_untouched": is_untouched,
-        "user_callbacks": Count.steps, "searched": trained(searching),
+        "user_callbacks": Count.steps, "after": trained(finding),
     }  # fmt: skip
     if "nproc_per_node" not in settings:  # in workers of `fit` this would be the same and cost another start
         seen["plain"] = trained(trainer(**settings))

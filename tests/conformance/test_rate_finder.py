@@ -1,4 +1,4 @@
-"""In a search for a learning rate all processes agree, and the trainer is unchanged afterwards."""
+"""In the learning-rate finder all processes agree, and the trainer is unchanged afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import needs_backend
 
-JOB = str(Path(__file__).parent / "jobs" / "rate_search.py")
+JOB = str(Path(__file__).parent / "jobs" / "rate_finder.py")
 pytestmark = pytest.mark.timeout(360)
 
 
@@ -31,7 +31,7 @@ def test_all_ranks_suggest_the_same(workers):
 
 
 def test_the_losses_are_those_of_updates_at_the_rates(workers):
-    """Compare the losses with those that the copy logged. The search ends where the loss has diverged."""
+    """Compare the losses with those that the copy logged. The finder ends where the loss has diverged."""
     (one, _), out, _ = workers
     rows = [json.loads(line) for line in (out / "run" / "learning-rate" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["split"] == "train"]
@@ -41,17 +41,17 @@ def test_the_losses_are_those_of_updates_at_the_rates(workers):
     assert 50 < len(one["losses"]) < 100
 
 
-def test_a_trainer_that_has_searched_trains_as_one_that_has_not(workers):
+def test_a_trainer_trains_after_the_finder_as_without_it(workers):
     for seen in workers[0]:
         assert seen["is_untouched"] and seen["user_callbacks"] == 0 and seen["num_models"] == 1
-        assert seen["searched"]["weights"] == seen["plain"]["weights"]
-        assert seen["searched"]["losses"] == seen["plain"]["losses"]
+        assert seen["after"]["weights"] == seen["plain"]["weights"]
+        assert seen["after"]["losses"] == seen["plain"]["losses"]
 
 
-def test_the_search_leaves_a_curve_below_the_run_and_takes_no_number_of_a_fit(workers):
+def test_the_finder_leaves_a_curve_below_the_run_and_takes_no_number_of_a_fit(workers):
     (one, _), out, done = workers
     run = out / "run"
-    assert one["searched"]["run_dir"] == str(run) and one["plain"]["run_dir"] == str(run / "fit-2")
+    assert one["after"]["run_dir"] == str(run) and one["plain"]["run_dir"] == str(run / "fit-2")
     kept = json.loads((run / "learning-rate" / "curve.json").read_text())
     assert kept["losses"] == one["losses"] and kept["request"]["max_rate"] == 100.0
     assert not (run / "learning-rate" / "checkpoints").exists() and not (run / "learning-rate" / "tensorboard").exists()
@@ -60,7 +60,7 @@ def test_the_search_leaves_a_curve_below_the_run_and_takes_no_number_of_a_fit(wo
 
 
 @pytest.mark.full
-def test_workers_that_the_search_starts_itself_find_the_same(workers, run_python, tmp_path):
+def test_workers_that_the_finder_starts_itself_find_the_same(workers, run_python, tmp_path):
     (one, _), _, _ = workers
     settings = json.dumps({"nproc_per_node": 2, "learning_rate": 0.05})
     done = run_python([JOB, str(tmp_path), settings], timeout=120, cwd=tmp_path)
@@ -68,7 +68,7 @@ def test_workers_that_the_search_starts_itself_find_the_same(workers, run_python
     seen = json.loads((tmp_path / "seen-0.json").read_text())
     for name in ("losses", "suggestion", "is_untouched", "user_callbacks"):
         assert seen[name] == one[name], name
-    assert seen["searched"]["weights"] == one["plain"]["weights"]
+    assert seen["after"]["weights"] == one["plain"]["weights"]
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "learning-rate" / "curve.json").exists() and (run / "checkpoints").is_dir()
     assert not (run / "learning-rate" / "checkpoints").exists()
@@ -118,7 +118,7 @@ trainer.fit(data)
 """
 
 
-def test_a_keras_model_is_searched_alike(run_python, tmp_path):
+def test_the_finder_trains_a_keras_model_alike(run_python, tmp_path):
     needs_backend("tensorflow")
     (tmp_path / "train.py").write_text(KERAS)
     done = run_python(["train.py"], timeout=120, cwd=tmp_path)

@@ -1,6 +1,6 @@
-"""Run searches on one local cluster of two CPUs. Prints one JSON line, with the facts of each search by its name.
+"""Run sweeps on one local cluster of two CPUs. Prints one JSON line, with the facts of each sweep by its name.
 
-searches.py OUT KIND   KIND: "few", for `make test`, or "more". The last search of each kind runs until a signal ends it.
+sweeps.py OUT KIND   KIND: "few", for `make test`, or "more". The last sweep of each kind runs until a signal ends it.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def trained_by_name(config):
 
 
 def named():
-    """Search over names of optimizers and of schedules."""
+    """Run a sweep over names of optimizers and of schedules."""
     space = {"optimizer": ["sgd", "adafactor"], "scheduler": ["linear", "wsd"]}
     tuner("named", trained_by_name, space, metric="val_loss", search="grid").tune()
     lines = [json.loads(line) for line in (OUT / "named" / "trials.jsonl").read_text().splitlines()]
@@ -149,7 +149,7 @@ def optuna():
 
 
 def own(name, values):
-    """Search on a cluster of its own, one trial at a time."""
+    """Run a sweep on a cluster of its own, one trial at a time."""
     best = tuner(name, slow, {"a": values}, search="grid", max_concurrent=1).tune()
     lines = [json.loads(line) for line in (OUT / name / "trials.jsonl").read_text().splitlines()]
     return {"best": best, "happened": [(line["trial"], line["event"]) for line in lines]}
@@ -262,9 +262,9 @@ def resume(max_concurrent=1, name=""):
 
 
 def tracked():
-    """Track searches in MLflow with an SQLite file.
+    """Track sweeps in MLflow with an SQLite file.
 
-    Some trials have a Trainer, of which some stop early. Others have none. The server of one search is gone.
+    Some trials have a Trainer, of which some stop early. Others have none. The server of one sweep is gone.
     """
     space = {"lr": [0.3, 1e-6, 1e-7]}
     both = {"mlflow_tracking": True, "tensorboard": True}
@@ -301,7 +301,7 @@ def _artifacts(run):
     return sorted(path.name for path in place.glob("*"))
 
 
-SEARCHES = {
+SWEEPS = {
     "few": (grid, named, failures, refusals, resume),
     "more": (died, resumed_side_by_side, asha, distributed_trials, optuna, pbt, hyperband, tracked),
 }
@@ -313,8 +313,8 @@ def main(kind):
         address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
         object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
     )  # fmt: skip
-    for search in SEARCHES[kind]:
-        found[search.__name__] = search()
+    for sweep in SWEEPS[kind]:
+        found[sweep.__name__] = sweep()
     free = time.monotonic() + 20
     while ray.available_resources().get("CPU") != 2 and time.monotonic() < free:
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Run a search plan with its engine, and write the journal of the search."""
+"""Run a sweep plan with its engine, and write the journal of the sweep."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import importlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from distributed.tuning.plan import SearchPlan
+from distributed.tuning.plan import SweepPlan
 from distributed.tuning.sweep import Sweep
 
-_ENGINE = "distributed.tuning.ray.search"  # the rest of `tuning` uses only the names in `__all__` of this module
+_ENGINE = "distributed.tuning.ray.sweep"  # the rest of `tuning` uses only the names in `__all__` of this module
 
 
 def engine() -> Any:
-    """Return the module that runs search plans."""
+    """Return the module that runs sweep plans."""
     return importlib.import_module(_ENGINE)
 
 
-def run_search(plan: SearchPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]], object] = lambda line: None) -> None:
+def run_sweep(plan: SweepPlan, sweep: Sweep, show: Callable[[Mapping[str, Any]], object] = lambda line: None) -> None:
     """Run `plan` in this process. Each line of the journal is written first, then passed to `show`. Raises DistributedError
-    if the search cannot run, or if every trial failed."""
+    if the sweep cannot run, or if every trial failed."""
 
     def listen(line: Mapping[str, Any]) -> None:
         record_line(sweep, line)
         show(line)
 
-    engine().search(plan, listen)
+    engine().run_sweep(plan, listen)
 
 
 def record_line(sweep: Sweep, line: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Pickle Keras objects as configurations and numbers, for workers whose Keras may run on another engine.
 
-The pickling of Keras 3.15 writes an archive that names the classes of the script, which the workers of a notebook
-cannot import. Here classes are pickled by value, as cloudpickle does with everything that a main module defines.
+Workaround (Keras 3.15, keras-team/keras#19832; may go when a pickle of a Keras object contains the classes of the script): Keras
+writes an archive that names these classes, and the workers of a notebook cannot import them. Here classes are pickled by value, as
+cloudpickle does with everything that a main module defines.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import cloudpickle
 
 from distributed.backends._keras.files import value_of
-from distributed.backends._keras.models import is_model, is_optimizer
+from distributed.backends.keras_kinds import is_model, is_optimizer
 from distributed.errors import ConfigError
 from distributed.metrics.of_keras import is_from_keras
 

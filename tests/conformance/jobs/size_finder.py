@@ -1,4 +1,4 @@
-"""Search batch sizes with a model for which one rank has too little memory above 16 samples, and print the results."""
+"""Find batch sizes with a model for which one rank has too little memory above 16 samples, and print the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a search for a batch size the rank with the least memory decides, and no rank waits for one that ran out of it."""
+"""In the batch-size finder the rank with the least memory decides, and no rank waits for one that ran out of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-JOB = str(Path(__file__).parent / "jobs" / "size_search.py")
+JOB = str(Path(__file__).parent / "jobs" / "size_finder.py")
 pytestmark = pytest.mark.timeout(600)
 
 

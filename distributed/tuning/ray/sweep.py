@@ -1,4 +1,4 @@
-"""Run a search on Ray Tune: start and stop trials as the plan says, and report the events of each trial."""
+"""Run a sweep on Ray Tune: start and stop trials as the plan says, and report the events of each trial."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 
 from distributed.backends._ray.cluster import check_placement, new_scratch
 from distributed.errors import ConfigError, DistributedError, ResourceError, TrainingError
+from distributed.launching.engines import seed_python_and_numpy
 from distributed.loggers.notebook import in_notebook
 from distributed.tuning.earlier import num_begun, primed
-from distributed.tuning.plan import SHARING, SearchPlan, check_fits, here, total
+from distributed.tuning.plan import SHARING, SweepPlan, check_fits, here, total
 from distributed.tuning.ray.cluster import (
     address_of,
     environment,
@@ -32,22 +33,22 @@ from distributed.tuning.ray.schedulers import make_scheduler
 from distributed.tuning.ray.trial import ActorContext, run
 from distributed.tuning.sweep import OPEN
 
-__all__ = ["check_here", "has_own_cluster", "new_scratch", "search"]  # what `distributed.tuning` uses of its engine
+__all__ = ["check_here", "has_own_cluster", "new_scratch", "run_sweep"]  # what `distributed.tuning` uses of its engine
 
 # called with lines of the journal: {"trial": 3, "event": "row", "row": {...}}
 Listen = Callable[[Mapping[str, Any]], None]
-_HOPELESS = 3  # number of failed trials after which the search ends if no trial has reported anything
+_NUM_EARLY_FAILURES = 3  # number of failed trials after which the sweep ends if no trial has reported anything
 
 
-def search(plan: SearchPlan, listen: Listen) -> None:
+def run_sweep(plan: SweepPlan, listen: Listen) -> None:
     """Run the trials of `plan` until they end.
 
     Args:
-        plan: the checked plan of the search.
+        plan: the checked plan of the sweep.
         listen: called with each line of the journal.
 
     Raises:
-        DistributedError: the search cannot run, or every trial failed. A stop by the stop file is not an error.
+        DistributedError: the sweep cannot run, or every trial failed. A stop by the stop file is not an error.
     """
     check_here(plan)
     is_own = has_own_cluster(plan.address)
@@ -55,19 +56,19 @@ def search(plan: SearchPlan, listen: Listen) -> None:
         plan = with_gpus(ray, plan)
         there = resources(ray, plan)
         try:
-            _Search(plan, listen, plan.num_live(there, is_own)).run()
+            _RaySweep(plan, listen, plan.num_live(there, is_own)).run()
         finally:
             shutil.rmtree(plan.directory / ".tune", ignore_errors=True)
 
 
-def check_here(plan: SearchPlan) -> None:
+def check_here(plan: SweepPlan) -> None:
     """Check what can be known without importing Ray. Raises DistributedError."""
     if importlib.util.find_spec("ray") is None:
-        raise ResourceError("a search needs ray, which is not installed: run pip install 'distributed-trainer[tune]'")
+        raise ResourceError("a sweep needs ray, which is not installed: run pip install 'distributed-trainer[tune]'")
     address = address_of(plan)
     if address is not None and address.startswith("ray://"):
         raise ConfigError(
-            f"address={address!r} is an address of Ray Client, which cannot run a search: name the head as HOST:PORT"
+            f"address={address!r} is an address of Ray Client, which cannot run a sweep: name the head as HOST:PORT"
         )
     if address is not None:
         check_placement(address, 0, 0)
@@ -75,17 +76,17 @@ def check_here(plan: SearchPlan) -> None:
         check_fits(total(plan.bundles), here(), "this machine")
 
 
-class _Search:
+class _RaySweep:
     """One run of Ray Tune, and what its callbacks report."""
 
-    def __init__(self, plan: SearchPlan, listen: Listen, num_live: int) -> None:
+    def __init__(self, plan: SweepPlan, listen: Listen, num_live: int) -> None:
         self._plan, self._listen, self._num_live = plan, listen, num_live
         self._started: set[int] = set()
         self._ended: set[int] = set()  # trials whose job ended
         self._failures: dict[int, str] = {}  # trial -> its error
         self._judged: set[int] = set()  # trials that had begun when enough trials had failed
         self._num_rows = sum(len(record.rows) for record in plan.earlier)
-        self._error: DistributedError | None = None  # the error that ends the whole search
+        self._error: DistributedError | None = None  # the error that ends the whole sweep
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the listener, which may hold threads and files. Ray Tune pickles this object for its own
@@ -124,9 +125,9 @@ class _Search:
     def _has_failed(self) -> bool:
         """Return True if every trial failed, those of an earlier process included, or if the others reported
         nothing."""
-        is_mute = not self._num_rows and not self._ended
+        has_no_results = not self._num_rows and not self._ended
         others = any(record.status not in (*OPEN, "failed") for record in self._plan.earlier)
-        return bool(self._failures) and (is_mute or (self._started <= self._failures.keys() and not others))
+        return bool(self._failures) and (has_no_results or (self._started <= self._failures.keys() and not others))
 
     # called by the callbacks of Ray Tune
 
@@ -156,16 +157,16 @@ class _Search:
         self._pass_on(trial, "ended", status="failed", error=cause["error"])
         if cause["is_fatal"]:
             self._error = self._error or ConfigError(cause["error"])
-        elif self._is_hopeless():
+        elif self._has_failed_early():
             self._error = self._error or self._all_failed()
 
-    def _is_hopeless(self) -> bool:
-        """Return True if the search is to end because no trial has worked.
+    def _has_failed_early(self) -> bool:
+        """Return True if the sweep is to end because no trial has worked.
 
-        This is so if no trial has reported a metric or finished, at least `_HOPELESS` trials have failed, and every trial that
-        had started when this number was reached has failed too.
+        This is so if no trial has reported a metric or finished, at least `_NUM_EARLY_FAILURES` trials have failed, and every
+        trial that had started when this number was reached has failed too.
         """
-        if len(self._failures) < _HOPELESS or self._num_rows or self._ended:
+        if len(self._failures) < _NUM_EARLY_FAILURES or self._num_rows or self._ended:
             return False
         self._judged = self._judged or set(self._started)
         return self._judged <= self._failures.keys()
@@ -203,8 +204,7 @@ def _own_generators(seed: int) -> Iterator[None]:
     import numpy
 
     python, arrays = random.getstate(), numpy.random.get_state()
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+    seed_python_and_numpy(seed, seed % 2**32)
     try:
         yield
     finally:
@@ -214,7 +214,10 @@ def _own_generators(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _short_errors() -> Iterator[None]:
-    """Replace the long report of Ray (2.60) about a function that cannot be pickled by an error of one line."""
+    """Replace the report about a function that cannot be pickled by an error of one line.
+
+    Workaround (Ray 2.60, ray-project/ray#31070; may go when the error names the reason alone): Ray raises a report of many lines.
+    """
     try:
         yield
     except TypeError as error:
@@ -228,8 +231,11 @@ def _short_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence the warnings of Ray Tune (2.60) about the missing files of its own loggers, and about failures, which are in
-    our logs."""
+    """Silence the warnings of Ray Tune.
+
+    Workaround (Ray 2.60, no upstream issue known; may go when a setting turns these warnings off): Ray Tune warns about the missing
+    files of its own loggers, and about failures, which are in our logs.
+    """
     logger = logging.getLogger("ray.tune")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -246,7 +252,7 @@ def _trainable(context: ActorContext) -> Callable[[dict[str, Any]], None]:
     return trial
 
 
-def _searcher(plan: SearchPlan, num_live: int) -> Any:
+def _searcher(plan: SweepPlan, num_live: int) -> Any:
     """Return the search algorithm of `plan` as a searcher of Ray Tune."""
     from ray.tune.search import Searcher
 
@@ -288,7 +294,7 @@ def _searcher(plan: SearchPlan, num_live: int) -> Any:
     return OurSearcher()
 
 
-def _listener(made: _Search) -> Any:
+def _listener(made: _RaySweep) -> Any:
     """Return a callback of Ray Tune that passes the events of trials on to `made`."""
     from ray import tune
 
@@ -311,7 +317,7 @@ def _listener(made: _Search) -> Any:
     return Listener()
 
 
-def _stopper(made: _Search) -> Any:
+def _stopper(made: _RaySweep) -> Any:
     """Return a stopper of Ray Tune that stops all trials when `made` is over."""
     from ray import tune
 

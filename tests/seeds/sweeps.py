@@ -1,4 +1,4 @@
-"""The searches of 002, on a Ray of this machine that is started once. Prints one line of facts. Argument: a directory."""
+"""The sweeps of 002, on a Ray of this machine that is started once. Prints one line of facts. Argument: a directory."""
 
 from __future__ import annotations
 
