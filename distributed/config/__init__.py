@@ -1,4 +1,4 @@
-"""Settings, the plan of processes and batches, the registry of backends; what acts on settings does not belong here, but in `backends`."""
+"""Settings, the plan of processes, the registry of backends, what they need to know of the machine; what acts on settings is in `backends`."""
 
 from __future__ import annotations
 

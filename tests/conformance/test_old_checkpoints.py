@@ -17,6 +17,7 @@ from tests.data.checkpoints.write import HERE, JOB, RUNS, STEP, rows_after
 STEPS = 15
 TORCH = [name for name, (arguments, _) in RUNS.items() if arguments == "torch float64"]
 KERAS = [name for name, (arguments, _) in RUNS.items() if arguments == "keras float64"]
+LATER = ("frozen", "averaged", "several")
 pytestmark = pytest.mark.timeout(480)
 
 
@@ -68,6 +69,15 @@ def test_ddp_opens_the_checkpoints_of_every_engine_of_keras(run_cli, tmp_path):
 
     for run, name in fits(tmp_path, KERAS):  # an engine restores the generators from its own checkpoints
         assert_goes_on(run, name, draws=name == "keras-on-torch")
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_later_checkpoints_hold_goes_on(run_cli, tmp_path, name):
+    """Frozen parameters that are left out, averaged weights, several models; all have version 2 of the order of samples."""
+    goes_on_from(run_cli, tmp_path, "pytorch-ddp", RUNS[name][0], [name])
+
+    assert_goes_on(tmp_path, name)
+    assert json.loads((old_checkpoint(name) / "state.json").read_text())["train"]["data_version"] == 2
 
 
 def test_the_config_of_an_old_run_starts_it_again(run_cli, tmp_path):

@@ -1,6 +1,6 @@
 """Train a tiny model with every kind of state that a checkpoint holds.
 
-    job.py torch|keras float64|float32 [CHECKPOINT ...]
+    job.py torch|keras|frozen|averaged|several float64|float32 [CHECKPOINT ...]
 
 With checkpoints, one fit goes on from each of them. `draws.json` in the run directory has what rank 0 drew from its random generators
 after each update. The draws are part of the state of a callback: those before a checkpoint come out of it.
@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from distributed import Callback, Trainer
+from distributed.callbacks import ExponentialMovingAverage
 
 SAMPLES, FEATURES, CLASSES = 40, 6, 4
 KIND, DTYPE, CHECKPOINTS = sys.argv[1], sys.argv[2], sys.argv[3:]
@@ -43,7 +44,7 @@ class Draws(Callback):
 
     def on_step_end(self, state, result):
         drawn = [random.random(), float(numpy.random.random())]
-        self.draws.append([*drawn, torch.rand((), dtype=torch.float64).item()] if KIND == "torch" else drawn)
+        self.draws.append([*drawn, torch.rand((), dtype=torch.float64).item()] if KIND != "keras" else drawn)
 
     def on_train_end(self, state):
         if trainer.is_main_process:
@@ -91,10 +92,43 @@ def keras_parts():
     return {"model": model, "optimizer": lambda variables: keras.optimizers.Adam(schedule), "loss_fn": loss}
 
 
+def frozen_parts():
+    """Return those for a torch model whose checkpoints leave out the frozen layer."""
+    parts = torch_parts()
+    parts["model"][0].requires_grad_(False)
+    return {**parts, "checkpoint_trainable_only": True}
+
+
+def averaged_parts():
+    """Return those for a torch model of whose weights a moving average is kept."""
+    return {**torch_parts(), "callbacks": [Draws(), ExponentialMovingAverage(0.9)]}
+
+
+def several_parts():
+    """Return those for two torch models with an optimizer each."""
+    first = torch_parts()
+
+    def step(models, batch, update):
+        x, y = batch
+        update("a", torch.nn.functional.cross_entropy(models["a"](x), y))
+        update("b", torch.nn.functional.mse_loss(models["b"](x), models["a"](x).detach()))
+
+    return {
+        "models": {"a": first["model"], "b": torch_parts()["model"]},
+        "optimizers": {"a": lambda parameters: torch.optim.AdamW(parameters, lr=2e-2), "b": "sgd"},
+        "schedulers": {"a": "cosine"},
+        "training_step": step,
+        "learning_rate": 2e-2,
+        "monitor": "val_loss",
+    }
+
+
+PARTS = {
+    "torch": torch_parts, "keras": keras_parts, "frozen": frozen_parts, "averaged": averaged_parts, "several": several_parts,
+}  # fmt: skip
 for checkpoint in CHECKPOINTS or [False]:
     trainer = Trainer(
-        **(torch_parts() if KIND == "torch" else keras_parts()),
-        callbacks=[Draws()],
+        **{"callbacks": [Draws()], **PARTS[KIND]()},
         resume_from_checkpoint=checkpoint,
         dtype=DTYPE,
         epochs=3,

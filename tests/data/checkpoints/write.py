@@ -28,6 +28,10 @@ RUNS = {  # name -> (arguments of the job, flags)
     "tensorflow": ("keras float64", "--backend tensorflow"),
     "keras-on-torch": ("keras float64", "--backend pytorch-ddp"),
     "keras-on-horovod": ("keras float64", "--backend horovod --set horovod.keras_backend=tensorflow"),
+    # What came later
+    "frozen": ("frozen float64", "--backend pytorch-ddp"),
+    "averaged": ("averaged float64", "--backend pytorch-ddp"),
+    "several": ("several float64", "--backend pytorch-ddp"),
 }
 CLOCKS = ("time", "samples_per_second")
 
