@@ -6,6 +6,7 @@ that the next attempt at the run goes on from there.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -73,6 +74,9 @@ class Courier:
         self._users, self._spool, self._record_path, self._warn = users, spool, record_path, warn
         self._record = _Record.read(record_path)
         self._record.delivered = min(self._record.delivered, spool.size)  # a crash may have lost the end of the spool
+        self._position = self._record.delivered  # the number of bytes of the spool that were handed over
+        # (time, position) of each call whose values the logger may still buffer, the oldest first
+        self._buffered: collections.deque[tuple[float, int]] = collections.deque()
         self._run = dataclasses.replace(run, id=self._record.id)
         self._is_open = self._is_warned = self._is_refused = False
         self._wake, self._is_finishing, self._is_given_up = threading.Event(), threading.Event(), threading.Event()
@@ -83,8 +87,8 @@ class Courier:
 
     @property
     def left(self) -> int:
-        """The number of bytes of the spool that were not delivered."""
-        return self._spool.size - self._record.delivered
+        """The number of bytes of the spool that were not handed over."""
+        return self._spool.size - self._position
 
     def start(self) -> None:
         self._write()
@@ -129,14 +133,15 @@ class Courier:
     def _deliver(self) -> None:
         """Deliver all entries. Raises OSError if a call is to be repeated."""
         try:
-            for number, (entry, end) in enumerate(self._spool.read(self._record.delivered), 1):
+            for number, (entry, end) in enumerate(self._spool.read(self._position), 1):
                 with self._turn:
                     if self._is_given_up.is_set():  # the courier of a further fit goes on
                         return
                     self._hand_over(entry)
                 if self._is_given_up.is_set():
                     return
-                self._record.delivered, self._moved_at = end, time.monotonic()
+                self._position, self._moved_at = end, time.monotonic()
+                self._buffered.append((self._moved_at, end))
                 if number % _WRITE_EVERY == 0:
                     self._write()
         finally:
@@ -193,6 +198,10 @@ class Courier:
             )
 
     def _write(self) -> None:
+        """Record up to where the logger has stored what it was given."""
+        stored_at = time.monotonic() - (self._users.buffered_s if self._is_open else 0.0)
+        while self._buffered and self._buffered[0][0] <= stored_at:
+            self._record.delivered = self._buffered.popleft()[1]
         replace_text(self._record_path, json.dumps(dataclasses.asdict(self._record)) + "\n")
 
 

@@ -39,11 +39,17 @@ class Logger:
     `check` is called in every process that creates the Trainer. All other methods are called in one thread of the main
     process, one after the other and in the order of the run. Training does not wait for them, so they may be slow. Calls
     that were not made yet are kept in a file of the run directory, and the next attempt of the run makes them. After a kill,
-    the newest calls may be repeated.
+    the newest calls may be repeated, and those of the last `buffered_s` seconds are.
 
     If a method raises an OSError, such as a ConnectionError, the call is repeated later. After any other error the call is
     left out. The first error is shown as a warning, and training continues.
+
+    Attributes:
+        buffered_s: the number of seconds for which a library may keep in memory what a call gave to it. After a kill, the calls of
+            this time are repeated, because their values may be lost. `close` must store everything. 0 if each call stores its values.
     """
+
+    buffered_s: float = 0.0
 
     def check(self) -> None:
         """Check that the logger can be used. Called in every process before training.

@@ -24,6 +24,7 @@ from distributed.loggers.logger import LoggedRun
 from distributed.loggers.spool import Spool
 from distributed.runs.directory import RunDirectory
 from distributed.state import LoggedMedia, TrainState
+from tests.conftest import poll
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32, torch.arange(16) % 3)
 
@@ -347,6 +348,34 @@ def test_what_was_logged_is_not_logged_again_after_a_resume(tmp_path, monkeypatc
     assert logged == [(step, float(step)) for step in (1, 2, 3, 4)]
     assert texts == [("note", step, b"a") for step in (1, 2, 3, 4)]
     assert [call for call in kept.calls if isinstance(call, str)] == ["open", "failed"] * 2
+
+
+@pytest.mark.parametrize(("buffered_s", "repeated"), [(0.0, []), (60.0, [1, 2])])
+def test_what_a_library_may_have_kept_in_memory_is_logged_again_after_a_kill(
+    tmp_path, monkeypatch, buffered_s, repeated
+):
+    monkeypatch.setattr(delivery, "hyperparameters", lambda fit: {})
+    kept = Kept()
+    kept.buffered_s = buffered_s
+
+    def begin(state):
+        return Delivered(types.SimpleNamespace(run=RunDirectory(tmp_path), state=state, on_event=print), "kept", kept)
+
+    first = begin(state := TrainState())
+    for state.step in (1, 2):
+        first.on_log(state, "train", {"loss": float(state.step)})
+    poll(
+        lambda: first._courier.left == 0 and json.loads((tmp_path / "loggers/kept.json").read_text()),
+        10,
+        lambda: "not logged",
+    )
+    first._courier._is_given_up.set()  # as after a kill, nothing more is logged or recorded
+
+    second = begin(state := TrainState(step=2))
+    state.step = 3
+    second.on_log(state, "train", {"loss": 3.0})
+    second.close()
+    assert [step for step, _ in (call for call in kept.calls if not isinstance(call, str))] == [1, 2, *repeated, 3]
 
 
 def logged_step(model, batch):
