@@ -25,6 +25,11 @@ BACKENDS = {
     "horovod": ("gpt", "adapted"),
     "ray": ("gpt", "adapted"),
 }
+# Backend -> the same model with checkpoints of the trained parameters alone, and with whole checkpoints
+ONLY_TRAINABLE = {
+    **dict.fromkeys(("single", "pytorch-ddp", "fsdp", "horovod", "ray"), ("adapted-only", "adapted")),
+    "deepspeed": ("adapted-3-only", "adapted-3"),
+}
 pytestmark = pytest.mark.timeout(480)
 
 
@@ -39,7 +44,7 @@ CHECKED = [
 
 def cases_of(backend):
     """Return the cases that can be trained here. The tests of the others say what is missing."""
-    cases = BACKENDS.get(backend, ("gpt",))
+    cases = (*BACKENDS.get(backend, ("gpt",)), *ONLY_TRAINABLE.get(backend, ())[:1])
     return [case for case in cases if not case.startswith("adapted") or importlib.util.find_spec("peft")]
 
 
@@ -91,6 +96,21 @@ def trained(tmp_path_factory, run_cli_once):
         return found[backend]
 
     return of
+
+
+@pytest.mark.parametrize(
+    "backend", [each if each in ("pytorch-ddp", "fsdp") else pytest.param(each, marks=FULL) for each in ONLY_TRAINABLE]
+)
+def test_checkpoints_of_the_adapter_alone_give_the_model_of_whole_checkpoints(trained, backend):
+    """PEFT with `checkpoint_trainable_only`: `save_pretrained`, a resume and a further fit have the bits of the run without it."""
+    needs_library("peft", backend)
+    out, facts, _ = trained(backend)
+    only, whole = ONLY_TRAINABLE[backend]
+    assert facts[only] == {**facts[whole], "run_dir": facts[only]["run_dir"]}
+    assert_same(load_file(out / f"{only}.safetensors"), load_file(out / f"{whole}.safetensors"))
+    checkpoint = sorted(Path(facts[only]["run_dir"], "checkpoints").iterdir())[0]
+    stored = {name for file in checkpoint.rglob("model/*.safetensors") for name in load_file(file)}
+    assert stored and all("lora_" in name for name in stored)
 
 
 @pytest.mark.parametrize(("backend", "case"), CHECKED)

@@ -191,8 +191,10 @@ def in_pieces(case, name):
 def main():
     freeze()
     for case in CASES:
-        name, _, stage = case.partition("-")
-        run(case, name, **({"deepspeed": {"zero_stage": int(stage)}} if stage else {}))
+        name, *more = case.split("-")  # such as adapted-3 or adapted-only
+        settings = {"checkpoint_trainable_only": True} if "only" in more else {}
+        stages = [int(each) for each in more if each != "only"]
+        run(case, name, **settings, **({"deepspeed": {"zero_stage": stages[0]}} if stages else {}))
     if BACKEND == "fsdp":
         in_pieces("gpt-in-pieces", "gpt")
 
