@@ -96,7 +96,7 @@ def measure_processes(count: int) -> float:
 
     def join(rank: int, own: socket.socket | None = None) -> None:
         where = bound.getsockname()[:2]
-        link = NodeLink(where, _SECRET, rank, abouts[rank], node_timeout=300, say=lambda kind, text: None, own=own)
+        link = NodeLink(where, _SECRET, rank, abouts[rank], node_timeout=300, on_event=lambda event: None, own=own)
         ready.wait()
         begin = time.monotonic()
         link.connect(60)
@@ -119,7 +119,7 @@ def measure_processes(count: int) -> float:
 
 def _server(bound: socket.socket, abouts: list[dict[str, Any]]) -> NodeServer:
     return NodeServer(
-        bound, _SECRET, abouts[0], {"run_dir": "runs/a"}, start_timeout=300, node_timeout=300, say=lambda kind, text: None,
+        bound, _SECRET, abouts[0], {"run_dir": "runs/a"}, start_timeout=300, node_timeout=300, on_event=lambda event: None,
         record=lambda event, **_: None,
     )  # fmt: skip
 
@@ -128,11 +128,11 @@ def measure(count: int) -> tuple[float, float, float, float]:
     """Return (seconds to join, seconds to join again, milliseconds of CPU for both, kilobytes that a node is sent for a round)."""
     abouts, bound = abouts_of(count), listen_at("127.0.0.1", 0)
     where = bound.getsockname()[:2]
-    quiet = lambda kind, text: None  # noqa: E731
+    quiet = lambda event: None  # noqa: E731
     server = _server(bound, abouts)
     own = server.start()
     links = [
-        NodeLink(where, _SECRET, rank, abouts[rank], node_timeout=300, say=quiet, own=own if rank == 0 else None)
+        NodeLink(where, _SECRET, rank, abouts[rank], node_timeout=300, on_event=quiet, own=own if rank == 0 else None)
         for rank in range(count)
     ]
     try:

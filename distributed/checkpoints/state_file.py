@@ -72,8 +72,13 @@ def _check(train: Any) -> None:
         )
 
 
+def to_json(state: TrainState) -> dict[str, Any]:
+    """Return the fields of the state of training by name."""
+    return dataclasses.asdict(state)
+
+
 def from_json(content: dict[str, Any]) -> TrainState:
-    """Return the state of training of which `content` has the fields. Unknown names, written by a newer version, are ignored."""
+    """Return the state of training of which `to_json` returned `content`. Unknown names, written by a newer version, are ignored."""
     known = {field.name for field in dataclasses.fields(TrainState)}
     state = TrainState(**{name: value for name, value in content.items() if name in known})
     state.data_version = content.get("data_version", 1)  # the first version was not recorded
@@ -90,7 +95,7 @@ def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
     try:
         arrays = Arrays()
         content = {
-            "train": encode(dataclasses.asdict(state), "train", arrays.encode),
+            "train": encode(to_json(state), "train", arrays.encode),
             "backend": json.loads(json.dumps(extra)),
         }
         raw = json.dumps(content, indent=1).encode()
@@ -111,7 +116,7 @@ def identity(state: TrainState, best_value: float | None) -> str:
 
     Raises TrainingError like `write_state`.
     """
-    content = {**dataclasses.asdict(state), **_CLOCKS, "best_value": best_value}
+    content = {**to_json(state), **_CLOCKS, "best_value": best_value}
     try:
         return json.dumps(encode(content, "train", digest), sort_keys=True)
     except (TypeError, ValueError, RecursionError) as error:

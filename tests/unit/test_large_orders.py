@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from distributed import Trainer
+from distributed.checkpoints import state_file
 from distributed.data import MAX_TABLE, ComputedOrder, Permutation, epoch_order
 from distributed.state import TrainState
 from distributed.training import session
@@ -183,9 +184,9 @@ def test_a_run_of_an_earlier_version_keeps_its_order_and_a_new_one_has_the_new_o
 
     with monkeypatch.context() as earlier:  # in which there was one order, and no checkpoint named it
         earlier.setattr(session, "TrainState", functools.partial(TrainState, data_version=1))
-        to_json = TrainState.to_json
+        to_json = state_file.to_json
         earlier.setattr(
-            TrainState, "to_json", lambda self: {k: v for k, v in to_json(self).items() if k != "data_version"}
+            state_file, "to_json", lambda state: {k: v for k, v in to_json(state).items() if k != "data_version"}
         )
         old = trainer(max_steps=2).fit(data).run_dir
         used = list(seen)

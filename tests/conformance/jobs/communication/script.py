@@ -90,7 +90,7 @@ def check_reduce_scatter(world, rank):
     assert mine.tolist() == [float(world)] * sizes[rank]
     assert "one size for each" in refused(reduce_scatter, torch.ones(4), sizes=[3] * world)
     assert "not a rank" in refused(broadcast, torch.ones(1), src=world)
-    assert "whole number" in refused(all_reduce, torch.ones(1, dtype=torch.int64), ReduceOp.AVERAGE)
+    assert "floating-point" in refused(all_reduce, torch.ones(1, dtype=torch.int64), ReduceOp.AVERAGE)
     assert "pass a torch.Tensor" in refused(all_reduce, [1.0])
     assert "SUM, AVERAGE" in refused(all_reduce, torch.ones(1), "median")
 
@@ -201,7 +201,7 @@ def main():
         assert not [name for name in threads() if "gloo" in name]  # a remaining thread can abort the process at its end
         with torch.no_grad():
             model(torch.ones(1, 4, dtype=torch.float64))
-        assert "group has ended" in refused(model, torch.ones(1, 4, dtype=torch.float64))
+        assert "process group of this model has ended" in refused(model, torch.ones(1, 4, dtype=torch.float64))
     sys.stdout.write(
         json.dumps({**info, "argv": sys.argv[1:]}) + "\n"
     )  # at once, where nothing is buffered: ranks write together
