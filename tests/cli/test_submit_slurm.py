@@ -95,6 +95,10 @@ class Cluster:
             lambda: self.slurm.run("squeue", "--states=all"),
         )  # fmt: skip
 
+    def start_now(self, number: str) -> None:
+        """Start a requeued job, which else waits for two minutes. SLURM refuses one in the second in which it was queued again."""
+        self.slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+
     def weights(self, number: str, seconds: float = 120) -> str:
         """Wait for the end of the job and return the weights that it printed."""
         self.slurm.wait_for(number, "COMPLETED", seconds=seconds)
@@ -145,8 +149,7 @@ def test_before_the_time_limit_the_run_saves_is_queued_again_and_goes_on_bit_for
     events = [json.loads(line)["event"] for line in (cluster.run_dir / "events.jsonl").read_text().splitlines()]
     assert "preempted" in events and "finished" not in events
     (cluster.home / "slow").unlink()
-    # A requeued job waits for two minutes. SLURM refuses a job that starts in the same second in which it was queued again.
-    cluster.slurm.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+    cluster.start_now(number)
 
     assert cluster.weights(number) == expected
     assert "resumed from step-" in cluster.output(number)
@@ -164,8 +167,9 @@ def test_a_job_whose_node_dies_is_queued_again_and_goes_on_bit_for_bit(cluster: 
     (cluster.home / "slow").unlink()
     cluster.slurm.start_node(1)
     cluster.slurm.wait_for_nodes({"node0 idle", "node1 idle"})
+    cluster.start_now(number)
 
-    assert cluster.weights(number, seconds=240) == expected  # SLURM starts it two minutes later
+    assert cluster.weights(number) == expected
 
 
 @pytest.mark.cluster
