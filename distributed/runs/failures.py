@@ -19,7 +19,7 @@ def failures_of(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         elif is_new:
             found.append(event)
             is_new = False
-        elif _CONSEQUENCE in (found[-1].get("cause") or ""):
+        elif _CONSEQUENCE in str(found[-1].get("cause")):
             found[-1] = event
     return found
 
