@@ -40,7 +40,7 @@ class BatchJob:
     script_args: Sequence[str]
     run_dir: Path
     plan: ProcessPlan
-    python: str = sys.executable
+    python: str = dataclasses.field(default_factory=lambda: sys.executable)
     settings: MergedConfig | None = None
 
     @property
