@@ -36,6 +36,7 @@ from typing import Any
 import pytest
 
 from distributed.config.registry import backend_entry, missing_libraries
+from distributed.runs.processes import stat_of
 from tests import warm
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -225,10 +226,9 @@ def marked(mark: str, variable: str = MARK) -> list[int]:
             continue
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
-                began = int(
-                    (entry / "stat").read_text().rpartition(")")[2].split()[19]
-                )  # process ids start anew at pid_max
-                found.append((began, int(entry.name)))
+                stat = stat_of(int(entry.name))
+                if stat is not None:
+                    found.append((int(stat.started), int(entry.name)))  # process ids start anew at pid_max
         except OSError:  # the process has ended, or belongs to another user
             continue
     return [pid for _, pid in sorted(found)]

@@ -18,9 +18,9 @@ def available_bytes() -> int | None:
     """
     try:
         available = _numbers(Path("/proc/meminfo"))["MemAvailable:"] << 10
-    except OSError:
+    except (OSError, LookupError):
         return None
-    with contextlib.suppress(OSError, ValueError):  # no control group, or no limit ("max")
+    with contextlib.suppress(OSError, ValueError, LookupError):  # no control group, or no limit ("max")
         left = int((_GROUP / "memory.max").read_text()) - int((_GROUP / "memory.current").read_text())
         stat = _numbers(_GROUP / "memory.stat")
         # Files that Linux keeps in memory count as used in the group, but give way to new data.

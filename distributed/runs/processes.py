@@ -105,7 +105,7 @@ class ProcessStat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended, and only waits for its parent to read its exit code."""
+        """True if the process has ended, and only waits for its parent to read its exit code."""
         return self.state in ("Z", "X")
 
 

@@ -1,4 +1,4 @@
-"""What an earlier process left of a sweep: the trials whose results the search algorithm must know, and the trials that
+"""Restore the sweep of an earlier process: the trials whose results the search algorithm must know, and the trials that
 are still to be run."""
 
 from __future__ import annotations

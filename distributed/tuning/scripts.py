@@ -311,7 +311,7 @@ def _work(plan: SweepPlan, on_event: OnEvent) -> None:
 
 @dataclasses.dataclass
 class _End:
-    """How a sweep ended."""
+    """Outcome of a sweep."""
 
     exit_code: int = 1
     error: str | None = None

@@ -91,20 +91,21 @@ def has_result(node: ast.ClassDef | ast.FunctionDef) -> bool:
     return not is_property and ast.unparse(node.returns) != "None"
 
 
-def raises(node: ast.ClassDef | ast.FunctionDef) -> bool:
-    """Return whether the body itself, without functions inside it, raises an error of a named class."""
-    todo: list[ast.AST] = [each for function in functions_of(node) for each in function.body]
-    while todo:
-        each = todo.pop()
-        if (
-            isinstance(each, ast.Raise)
-            and isinstance(each.exc, ast.Call)
-            and ast.unparse(each.exc.func).endswith("Error")
-        ):
-            return True
+def statements_of(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function, without those of functions and classes inside it."""
+    for each in ast.iter_child_nodes(node):
         if not isinstance(each, (ast.FunctionDef, ast.ClassDef, ast.Lambda)):
-            todo += ast.iter_child_nodes(each)
-    return False
+            yield each
+            yield from statements_of(each)
+
+
+def raises(node: ast.ClassDef | ast.FunctionDef) -> bool:
+    """Return whether the body itself raises an error of a named class, with arguments or without."""
+    raised = [
+        each.exc for function in functions_of(node) for each in statements_of(function) if isinstance(each, ast.Raise)
+    ]
+    classes = [each.func if isinstance(each, ast.Call) else each for each in raised if each is not None]
+    return any(ast.unparse(each).endswith("Error") for each in classes)
 
 
 def test_every_documented_name_says_what_it_takes_returns_and_raises():
@@ -140,6 +141,10 @@ class Complete:
         """Return a number. Raises ValueError."""
         raise ValueError
 
+    def silently(self) -> float:
+        """Return a number."""
+        raise ValueError
+
     @property
     def divisor(self) -> float:
         """The divisor."""
@@ -152,6 +157,7 @@ class Complete:
         (Complete, []),
         (Complete.of, ["Returns", "Raises"]),
         (Complete.briefly, []),
+        (Complete.silently, ["Raises"]),
         (Complete.divisor.fget, ["Raises"]),
         (found, ["Args"]),
     ],

@@ -1,4 +1,4 @@
-"""What a sweep is made of, without a trial: spaces, proposals, plans, and the files of a sweep."""
+"""Parts of a sweep, without a trial: spaces, proposals, plans, and the files of a sweep."""
 
 from __future__ import annotations
 
