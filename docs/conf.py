@@ -74,10 +74,19 @@ copybutton_prompt_text = "$ "
 
 
 def setup(app: Sphinx) -> None:
-    """Draw the dash between an argument and its text, which `smartquotes` would draw in all texts, flags included."""
+    """Correct two texts of Sphinx: a dash and the default of a field of a dataclass."""
     app.connect("doctree-read", _draw_dashes)
+    app.connect("autodoc-process-signature", _show_factories)
 
 
 def _draw_dashes(app: Sphinx, doctree: nodes.document) -> None:
+    """Draw the dash between an argument and its text, which `smartquotes` would draw in all texts, flags included."""
     for text in [each for each in doctree.findall(nodes.Text) if each == " -- "]:
         text.parent.replace(text, nodes.Text(" – "))  # noqa: RUF001
+
+
+def _show_factories(
+    app: Sphinx, what: str, name: str, obj: object, options: object, signature: str | None, returns: str | None
+) -> tuple[str | None, str | None]:
+    """Show `...` for `default_factory`. `<factory>` is no Python, and Sphinx shows such a signature as one long word."""
+    return signature and signature.replace("<factory>", "..."), returns
