@@ -112,5 +112,5 @@ $(DEMO_STAMP) $(DOCS_STAMP) $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	PIP_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install -q --no-compile -e '.[$(EXTRAS)]'
-	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib distributed || true)
+	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib distributed $(if $(filter all,$(EXTRAS)),tests) || true)
 	touch $(SERVES) $@
