@@ -636,3 +636,27 @@ def test_the_jobs_of_operators_fit_their_definitions(
         assert found, document["kind"]
         for definition in found:
             assert errors_of(document, definition) == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        ({"replicas": 2, "ports": ["http", 80], "labels": {"any": "name"}}, []),
+        ({"replica": 2}, ["Additional properties are not allowed ('replica' was unexpected)"]),
+        ({"replicas": "two"}, ["'two' is not of type 'integer'"]),
+        ({"ports": [None]}, ["None is not of type 'integer', 'string'"]),
+        ({"labels": {"any": 1}}, ["1 is not of type 'string'"]),
+    ],
+)
+def test_what_a_definition_does_not_have_is_found(spec: dict[str, Any], found: list[str]) -> None:
+    """The definitions of the operators are not in this repository."""
+    port = {"x-kubernetes-int-or-string": True, "anyOf": [{"type": "integer"}, {"type": "string"}]}
+    properties = {
+        "replicas": {"type": "integer", "format": "int32"},
+        "ports": {"type": "array", "items": port},
+        "labels": {"type": "object", "additionalProperties": {"type": "string"}},
+    }
+    of_object = {"apiVersion": {"type": "string"}, "spec": {"type": "object", "properties": properties}}
+    version = {"name": "v1", "schema": {"openAPIV3Schema": {"type": "object", "properties": of_object}}}
+
+    assert errors_of({"apiVersion": "example.org/v1", "spec": spec}, {"spec": {"versions": [version]}}) == found
