@@ -33,6 +33,7 @@ class Pod:
     def __init__(self, index: int, machine: int, running: Started) -> None:
         self.index, self.machine, self.running = index, machine, running
         self.began, self.is_disrupted, self._is_lost = time.monotonic(), False, False
+        self._killed_at: float | None = None  # when the grace period of an evicted pod is over
 
     @property
     def output(self) -> str:
@@ -55,10 +56,16 @@ class Pod:
         self._is_lost = True
         self.signal(signal.SIGKILL)
 
-    def evict(self) -> None:
-        """Ask the pod to end, as a drained machine does."""
+    def evict(self, grace_s: float) -> None:
+        """Ask the pod to end within `grace_s`, as a drained machine does."""
         self.is_disrupted = True
+        self._killed_at = time.monotonic() + grace_s
         self.signal(signal.SIGTERM)
+
+    def kill_late(self) -> None:
+        """Kill the pod if its grace period is over."""
+        if self.code is None and self._killed_at is not None and time.monotonic() > self._killed_at:
+            self.kill()
 
 
 class Cluster:
@@ -102,6 +109,10 @@ class Cluster:
         self._machines.link(pod.machine, "down")
         pod.kill()
 
+    def evict(self, index: int) -> None:
+        """Ask a pod to end within the grace period of its manifest."""
+        self.pod(index).evict(self._pod_spec["terminationGracePeriodSeconds"])
+
     @property
     def output(self) -> str:
         """What all pods have printed."""
@@ -132,6 +143,7 @@ class Cluster:
     def _reconcile(self) -> None:
         self._write_names()
         for pod in self.pods:
+            pod.kill_late()
             if pod.code is not None and id(pod) not in self._judged:
                 self._judged.add(id(pod))
                 self._judge(pod)

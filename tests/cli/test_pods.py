@@ -209,7 +209,7 @@ def test_an_evicted_pod_saves_and_the_run_goes_on_without_a_failure(
 ) -> None:
     job = submit(most=8)
     job.cluster.wait_for(lambda: "epoch 1" in job.cluster.output, 60)
-    job.cluster.pod(1).evict()
+    job.cluster.evict(1)
     job.cluster.finish(90)
 
     assert job.weights == expected

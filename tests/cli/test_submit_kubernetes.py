@@ -97,7 +97,9 @@ def test_each_pod_reads_its_place_from_the_rendered_variables(home: Path, capsys
 
 
 def test_a_pod_has_no_rights_and_writes_only_to_its_volumes(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, job = rendered(capsys, *NODES, "--shm", "2Gi", "--user", "1234", "--save-within", "900")
+    _, job = rendered(
+        capsys, *NODES, "--shm", "2Gi", "--user", "1234", "--save-within", "900", "--volume-path", "/mnt/runs", "--gpu-resource", "amd.com/gpu"
+    )  # fmt: skip
 
     spec = pod(job)
     assert spec["terminationGracePeriodSeconds"] == 900
@@ -112,12 +114,15 @@ def test_a_pod_has_no_rights_and_writes_only_to_its_volumes(home: Path, capsys: 
     mounts = {each["mountPath"]: each["name"] for each in container(job)["volumeMounts"]}
     volumes = {each["name"]: {k: v for k, v in each.items() if k != "name"} for each in spec["volumes"]}
     assert {path: volumes[name] for path, name in mounts.items()} == {
-        "/runs": {"persistentVolumeClaim": {"claimName": "runs"}},
+        "/mnt/runs": {"persistentVolumeClaim": {"claimName": "runs"}},
         "/tmp": {"emptyDir": {}},
         "/dev/shm": {"emptyDir": {"medium": "Memory", "sizeLimit": "2Gi"}},
     }
     environ = {each["name"]: each.get("value") for each in container(job)["env"]}
     assert environ["HOME"] == environ["TMPDIR"] == "/tmp"
+    assert container(job)["command"][3] == "/mnt/runs/digits-1" and container(job)["resources"]["limits"] == {
+        "amd.com/gpu": 8
+    }
 
 
 def test_a_lost_pod_is_replaced_and_a_wrong_setting_ends_the_job(

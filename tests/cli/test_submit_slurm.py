@@ -278,13 +278,15 @@ def batch_file(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 def test_the_file_asks_for_what_was_given_and_nothing_else(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = batch_file(
         capsys, "--num-nodes", "4", "--gpus-per-node", "8", "--time", "12:00:00", "--partition", "gpu", "--account=me", "--setup", "module load cuda",
-        "--sbatch=--exclusive", "--epochs", "3", "--", "--hidden size", "64",
+        "--sbatch=--exclusive", "--qos", "high", "--constraint", "a100&nvlink", "--mem", "0", "--cpus-per-task", "96", "--job-name", "digits",
+        "--save-before", "300", "--epochs", "3", "--", "--hidden size", "64",
     )  # fmt: skip
 
     head = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert head == [
-        "--job-name=train", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--time=12:00:00", "--partition=gpu", "--account=me",
-        "--signal=USR1@120", f"--chdir={home}", f"--output={home}/runs/a/job/output-%j.txt", "--open-mode=append", "--requeue", "--exclusive",
+        "--job-name=digits", "--nodes=4", "--ntasks-per-node=1", "--gpus-per-node=8", "--cpus-per-task=96", "--mem=0", "--time=12:00:00",
+        "--partition=gpu", "--account=me", "--qos=high", "--constraint='a100&nvlink'",
+        "--signal=USR1@300", f"--chdir={home}", f"--output={home}/runs/a/job/output-%j.txt", "--open-mode=append", "--requeue", "--exclusive",
     ]  # fmt: skip
     assert "\nmodule load cuda\n" in text
     (command,) = re.findall(r"^srun .*", text, re.M)

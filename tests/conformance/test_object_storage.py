@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -178,14 +179,18 @@ def test_a_run_that_fails_leaves_no_upload_behind(start, tmp_path, s3):
 
 
 @pytest.mark.parametrize(
-    ("flags", "env", "words"),
+    ("flags", "env", "fault", "words"),
     [
-        (["--checkpoint-dir", "s3://nowhere/mine"], {}, "checkpoint_dir='s3://nowhere/mine' cannot be written: The specified bucket does not exist"),
-        (["--run-dir", "s3://nowhere/mine"], {}, "run_dir='s3://nowhere/mine' cannot be written: The specified bucket does not exist"),
-        (["--run-dir", ADDRESS], {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nowhere"}, "Unable to locate credentials"),
+        (["--checkpoint-dir", "s3://nowhere/mine"], {}, None, "checkpoint_dir='s3://nowhere/mine' cannot be written: The specified bucket"),
+        (["--run-dir", "s3://nowhere/mine"], {}, None, "run_dir='s3://nowhere/mine' cannot be written: The specified bucket does not exist"),
+        (["--run-dir", ADDRESS], {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": "/nowhere"}, None, "Unable to locate credentials"),
+        (["--checkpoint-dir", ADDRESS], {}, ("AccessDenied", "Access Denied"), f"checkpoint_dir={ADDRESS!r} cannot be written: Access Denied"),
+        (["--checkpoint-dir", ADDRESS], {}, ("QuotaExceeded", "The quota is used up"), "The quota is used up: check the address"),
     ],
 )  # fmt: skip
-def test_storage_that_cannot_be_used_is_told_before_training(run_cli, tmp_path, s3, flags, env, words):
+def test_storage_that_cannot_be_used_is_told_before_training(run_cli, tmp_path, s3, flags, env, fault, words):
+    if fault is not None:
+        s3.faults = [Fault("PUT", 403, *fault)]
     argv = arguments(tmp_path, [], *flags)
     if "--run-dir" in flags:  # given twice, the first is ours
         del argv[argv.index("--run-dir") : argv.index("--run-dir") + 2]
@@ -193,6 +198,17 @@ def test_storage_that_cannot_be_used_is_told_before_training(run_cli, tmp_path, 
     assert done.returncode == 2, done.output
     assert words in done.stderr and done.stderr.count("\n") == 1, done.output
     assert not list(tmp_path.glob("samples-*")), "training began"
+
+
+@FULL
+def test_storage_that_does_not_answer_ends_a_run_with_the_code_of_a_missing_resource(run_cli, tmp_path, s3):
+    """After five attempts within 35 seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    argv = arguments(tmp_path, [], "--checkpoint-dir", ADDRESS)
+    done = run_cli(argv, env={**s3.env, "AWS_ENDPOINT_URL_S3": url}, cwd=tmp_path)
+    assert done.returncode == 3 and done.stderr.count("\n") == 1, done.output
+    assert f'cannot be written: Could not connect to the endpoint URL: "{url}/' in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--checkpoint-dir", "--run-dir"])

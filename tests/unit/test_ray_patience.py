@@ -76,6 +76,21 @@ def test_after_a_replacement_only_the_start_is_waited_for(waiting):
     assert wait.news_within(60, LATE, "start_timeout") == "begun" and len(lines) == 1 and wait.error is None
 
 
+def test_a_node_that_answers_again_is_reported(waiting):
+    wait, lines, run = waiting
+    wait.begin({"1": "node1", "2": "node2"})
+    wait.saw_nodes(["2"], "no other node is there", "does not answer")
+    threading.Timer(0.1, wait.put, ["begun"]).start()
+    assert wait.news_within(60, LATE, "start_timeout") == "begun"
+    wait.begin({"1": "node1", "2": "node2"})
+    assert lines == [
+        "node2 does not answer, and no other node is there: waiting 0.3 s for a replacement (node_timeout)",
+        "node2 answers again",
+    ]
+    events = [json.loads(line) for line in run.events.read_text().splitlines()]
+    assert [(each["event"], each["node"]) for each in events] == [("node_lost", "node2"), ("node_joined", "node2")]
+
+
 def test_a_node_that_is_not_needed_is_only_reported(waiting):
     wait, lines, _ = waiting
     wait.begin({"1": "node1", "2": "node2"})

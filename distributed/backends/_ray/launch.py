@@ -187,9 +187,10 @@ class _Launch:
         return not self._stop.signum and self._patience.has_lost_a_node
 
     def _see_silent_nodes(self) -> None:
-        """Record the nodes of an elastic run that do not answer. Ray itself may detect a minute later that they are lost."""
-        if self._request.is_elastic and (silent := self._server.silent()):
-            self._patience.saw_nodes([*silent], None, "does not answer")
+        """Record the nodes that do not answer. Ray itself may detect a minute later that they are lost."""
+        if silent := self._server.silent():
+            needs = "Ray has not started its workers on another one"  # an elastic run needs no other node
+            self._patience.saw_nodes([*silent], None if self._request.is_elastic else needs, "does not answer")
 
     def _news_within(self, seconds: float, late: DistributedError, name: str = "") -> str:
         """Wait at most `seconds` for news, and return them. If there are none, record the error and return "late"."""

@@ -49,8 +49,11 @@ class Patience:
 
     def begin(self, used: Mapping[str, str]) -> None:
         """Begin an attempt on the nodes `used`, id -> name."""
-        if lost := self._lost():
+        if lost := [each for each in self._lost() if each not in used]:
             self._show_lost(lost, f"{self._words(lost)}: the workers start again on the other nodes")
+        for node in sorted(self._shown & used.keys()):
+            self._run.event("node_joined", node=used[node])
+            self._display.handle({"kind": "notice", "text": f"{used[node]} answers again"})
         self._used, self._gone, self._shown = dict(used), {}, set()
 
     def news_within(self, seconds: float, late: DistributedError, name: str) -> str:
