@@ -103,6 +103,11 @@ def check_resume(ran: Ran, references: References) -> None:
     _near(resumed.weights, whole.weights, 0.0, f"{ran}: resumed")
     _near({"metrics": resumed.numbers["measured"]}, {"metrics": whole.numbers["measured"]}, 0.0, f"{ran}: resumed")
     _near(ran.case("named-resumed").weights, ran.case("named").weights, 0.0, f"{ran}: resumed with a named schedule")
+    points, resumed = ran.case("validation-points"), ran.case("points-resumed")
+    assert ran.case("points-cut-off").numbers["steps"] < points.numbers["steps"] == resumed.numbers["steps"]
+    _near(resumed.weights, points.weights, 0.0, f"{ran}: resumed with several validation sets")
+    found, wanted = ({"val_loss": each.numbers["val_loss"]} for each in (resumed, points))
+    _near(found, wanted, 0.0, f"{ran}: resumed with several validation sets")
     if "averaged" not in refused_cases(ran.adapter):
         _near(ran.case("averaged-resumed").weights, ran.case("averaged").weights, 0.0, f"{ran}: resumed with averages")
     if "several" not in refused_cases(ran.adapter):

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy
 import PIL.Image
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from distributed.testing import Adapter
@@ -25,8 +26,10 @@ WORLDS = {  # name -> the backend with its settings, and the optimizers that it 
     "ray": ("ray[cpus_per_worker=0.5]", OPTIMIZERS), "zero-0": ("deepspeed[zero_stage=0]", OPTIMIZERS),
     "zero-3": ("deepspeed[zero_stage=3]", ON_SHARDS),
 }  # fmt: skip
-CASES = ("stream", "logged", "by-the-clock", "evaluated", "saved")
-TRAINED = [(name, case) for name, (_, optimizers) in WORLDS.items() for case in (*optimizers, "stream", "evaluated")]
+CASES = ("plateau", "stream", "logged", "by-the-clock", "evaluated", "saved")
+TRAINED = [
+    (name, case) for name, (_, optimizers) in WORLDS.items() for case in (*optimizers, "plateau", "stream", "evaluated")
+]
 # The adapter of one process, and those of two, of a Keras model. Two of them train it on TensorFlow.
 ONE = "single:1"
 ONE_ON_TENSORFLOW = "tensorflow:1"
@@ -89,6 +92,26 @@ def test_two_processes_train_the_weights_of_one(started, alone, name, case):
 def test_the_optimizers_train_other_weights(alone):
     found = [load_file(alone[case, "float64"] / f"{case}.safetensors") for case in OPTIMIZERS]
     assert min(apart(one, other) for i, one in enumerate(found) for other in found[:i]) > 1e-4
+
+
+def test_a_schedule_that_watches_a_metric_follows_each_validation(job, alone):
+    """The loss of validation rises from the second validation on, that after the fourth update."""
+    model = job["net"]().double()
+    optimizer = torch.optim.SGD(model.parameters())
+    batches = [column.split(job["GLOBAL"]) for column in job["DATA"].tensors]
+    for rate, x, y in zip([0.1] * 4 + [0.01] * 2 + [0.001] * 2, *(2 * each for each in batches), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(x.double()), y).backward()
+        optimizer.step()
+    trained = load_file(alone["plateau", "float64"] / "plateau.safetensors")
+    assert apart(trained, model.state_dict()) < EXACT
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_a_schedule_that_watches_a_metric_resumes_between_two_validations(started, name):
+    whole, resumed = (load_file(started[name] / f"{case}.safetensors") for case in ("plateau", "plateau-resumed"))
+    assert apart(whole, resumed) == 0
 
 
 def assert_validated_within(one, two, limit):

@@ -22,6 +22,38 @@ WORLDS = {
 BY_DEFAULT = ("single", "ddp-2")  # test_every_backend.py trains several models on three processes, and in shards
 SOME = [pytest.param(name, marks=() if name in BY_DEFAULT else FULL) for name in WORLDS]
 pytestmark = pytest.mark.timeout(600)
+# A script without a guard, whose `fit` starts the workers.
+PLAIN = """
+import json, sys
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+
+
+def step(models, batch, update):
+    real, noise = batch
+    fake = models["g"](noise)
+    update("d", softplus(-models["d"](real)).mean() + softplus(models["d"](fake.detach())).mean())
+    update("g", softplus(-models["d"](fake)).mean())
+
+
+def weights(models):
+    return {name: nn.utils.parameters_to_vector(models[name].parameters()).tolist() for name in ("g", "d")}
+
+
+torch.manual_seed(0)
+given = {"g": nn.Linear(3, 4).double(), "d": nn.Linear(4, 1).double()}
+data = TensorDataset(torch.randn(50, 4, dtype=torch.float64), torch.randn(50, 3, dtype=torch.float64))
+trainer = Trainer(
+    models=given, training_step=step, dtype="float64", epochs=2, global_batch_size=8, shuffle=False, nproc_per_node=int(sys.argv[1]), device="cpu"
+)
+before = weights(given)
+first = trainer.fit(data).steps
+steps = trainer.fit(data).steps
+print(json.dumps({"before": before, "given": weights(given), "model": weights(trainer.model), "steps": [first, steps]}))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +161,16 @@ def test_a_resumed_run_ends_in_the_same_bits(started, world):
 @pytest.mark.parametrize("world", [each for each in SOME if each.values[0] != "single"])
 def test_a_checkpoint_of_another_backend_goes_on(started, world):
     assert apart(weights(started[world], "moved"), weights(started["single"], "whole")) < EXACT
+
+
+def test_fit_in_a_plain_script_starts_workers_and_the_given_modules_get_the_weights(run_python, tmp_path):
+    (tmp_path / "plain.py").write_text(PLAIN)
+    one, two = (run_python(["plain.py", number], cwd=tmp_path) for number in ("1", "2"))
+    alone, together = (json.loads(done.stdout.splitlines()[-1]) for done in (one, two))
+    assert together["steps"] == alone["steps"] == [14, 28]
+    for name in ("g", "d"):
+        assert together["given"][name] == together["model"][name] != together["before"][name]
+        assert together["given"][name] == pytest.approx(alone["given"][name], abs=EXACT)
 
 
 @pytest.mark.parametrize("world", ["ddp-2"])

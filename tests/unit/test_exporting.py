@@ -231,6 +231,18 @@ def test_the_command_exports_the_model_of_the_script_with_the_weights_of_the_run
     assert torch.equal(torch.export.load("base/export/model.pt2").module()(inputs), expected(inputs))
 
 
+def test_the_command_writes_onnx(here, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    run(["export", "base", "--format", "onnx", "--script", "train.py"])
+
+    expected = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+    distributed.load_weights(expected, "base")
+    session = onnxruntime.InferenceSession("base/export/model.onnx")
+    inputs = torch.randn(3, 4)
+    (found,) = session.run(None, {session.get_inputs()[0].name: inputs.numpy()})
+    numpy.testing.assert_allclose(found, expected(inputs).detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_checkpoint_export_is_the_same_command(here, capsys):
     run(["export", "base", "one.safetensors"])
     run(["checkpoint", "export", "base", "two.safetensors"])

@@ -13,6 +13,7 @@ import yaml
 from torch.utils.data import IterableDataset, TensorDataset
 
 from distributed import Callback, Trainer
+from distributed.backends._torch.schedule import Schedule
 from distributed.config.merging import Overrides, merge
 from distributed.config.optimization import NamedOptimizer, RateCurve, check_named, named
 from distributed.errors import ConfigError
@@ -244,6 +245,47 @@ def test_settings_of_the_optimizer_that_changed_since_the_checkpoint_count(sched
     assert [group["lr"] for group in groups] == pytest.approx([2e-3 * factor] * 2 + [1e-3 * factor] * 2)
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0, 0.3, 0.0]
     assert all(tuple(group["betas"]) == (0.8, 0.9) for group in groups)
+
+
+class Lowers(Callback):
+    """Divide the rates by ten in the user's own code."""
+
+    def on_step_end(self, state: Any, result: Any) -> None:
+        for group in self.context.optimizer.param_groups if state.step == 4 else ():
+            group["lr"] /= 10
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1, threshold=10.0)
+
+
+@pytest.mark.parametrize(("given", "is_old"), [("a schedule", False), ("a schedule", True), ("a callback", False)])
+def test_a_rate_that_was_lowered_in_the_run_stays_lowered_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch, given: str, is_old: bool
+) -> None:
+    """Old checkpoints hold the first rate only."""
+    settings: dict[str, Any] = {"optimizer": "sgd", "learning_rate": 0.1, "layer_rates": {"body": 0.5}}
+    settings |= {"scheduler": plateau, "monitor": "loss"} if given == "a schedule" else {}
+
+    def fit(**more: Any) -> tuple[Trainer, list[float]]:
+        trainer = trained(callbacks=[Lowers()] if given == "a callback" else [], **settings | more)
+        return trainer, [group["lr"] for group in trainer._fits.backend.optimizer.param_groups]
+
+    whole, rates = fit()
+    with monkeypatch.context() as patch:
+        if is_old:
+            state = Schedule.state
+            patch.setattr(
+                Schedule, "state", lambda self: {k: v for k, v in state(self).items() if k != "learning_rates"}
+            )
+        cut, _ = fit(max_steps=11)
+    assert cut.history is not None
+    checkpoint = Path(cut.history.run_dir, "checkpoints/step-00000011")
+    resumed, found = fit(resume_from_checkpoint=str(checkpoint))
+    assert found == rates == pytest.approx([0.01, 0.005] if given == "a callback" else [1e-4, 5e-5])
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+    _, halved = fit(resume_from_checkpoint=str(checkpoint), learning_rate=0.05)
+    assert halved == pytest.approx([rate / 2 for rate in rates])
 
 
 def test_another_schedule_than_that_of_the_checkpoint_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 from torch.utils.data import TensorDataset
 
 from distributed import Callback, Trainer
-from distributed.callbacks import ExponentialMovingAverage, Freeze
+from distributed.callbacks import ExponentialMovingAverage, Freeze, WeightAveraging
 from distributed.config.merging import Overrides, merge
 from distributed.config.optimization import NamedOptimizer, RateCurve, check_named, named
 from distributed.errors import CheckpointError, ConfigError, TrainingError
@@ -582,12 +582,40 @@ def test_callbacks_freeze_and_average_weights_of_several_models(accumulation: in
     settings = {"gradient_accumulation_steps": accumulation, "max_steps": 3}
     plain = trained(**settings)
     frozen = trained(**settings, callbacks=[Freeze("d.0"), Seen()])
-    averaged = trained(**settings, callbacks=[ExponentialMovingAverage(0.5)])
 
     assert len(seen) == 2 * 3
     assert apart(frozen.model["d"][0].weight, fresh()["d"][0].weight) == 0.0
     assert apart(frozen.model["d"][2].weight, fresh()["d"][2].weight) > 0.0
-    assert apart(weights(averaged.model), weights(plain.model)) > 1e-3
+    assert apart(weights(frozen.model), weights(plain.model)) > 1e-3
+
+
+@pytest.mark.parametrize("average", ["exponential", "mean"])
+def test_averages_of_several_models_are_those_of_their_formulas_and_resume_bit_for_bit(average: str) -> None:
+    class Weighed(Callback):
+        def __init__(self) -> None:
+            self.seen: list[torch.Tensor] = []
+
+        def on_step_end(self, state: Any, result: Any) -> None:
+            self.seen.append(weights(self.context.model))
+
+    def make() -> Callback:
+        return ExponentialMovingAverage(0.5) if average == "exponential" else WeightAveraging(0, every_n_steps=2)
+
+    plain = Weighed()
+    trained(callbacks=[plain])
+    averaged = trained(callbacks=[make()])
+    expected = weights(fresh())
+    for each in plain.seen:
+        expected = 0.5 * expected + 0.5 * each
+    if average == "mean":
+        expected = torch.stack(plain.seen[1::2]).mean(0)
+    assert apart(weights(averaged.model), expected) < 1e-12 < apart(expected, plain.seen[-1])
+
+    cut = trained(callbacks=[make()], max_steps=5)
+    assert cut.history is not None
+    checkpoint = Path(cut.history.run_dir) / "checkpoints/step-00000005"
+    resumed = trained(callbacks=[make()], resume_from_checkpoint=str(checkpoint))
+    assert apart(weights(resumed.model), weights(averaged.model)) == 0.0
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

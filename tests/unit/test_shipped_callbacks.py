@@ -9,15 +9,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset, TensorDataset
 
-from distributed import Callback, Trainer
+from distributed import Callback, Trainer, export, load_weights
 from distributed.backends._torch.optim import use_fused_sgd
 from distributed.callbacks import ExponentialMovingAverage, Freeze, ModelSummary, WeightAveraging
 from distributed.callbacks.averaging import Averaging
 from distributed.callbacks.model_summary import summary
 from distributed.checkpoints.shards import read_weights
 from distributed.checkpoints.state_file import identity, read_state, write_state
+from distributed.cli.__main__ import run
 from distributed.errors import CheckpointError, ConfigError, TrainingError
 from distributed.state import TrainState
 from tests.unit.contexts import a_context
@@ -148,6 +150,33 @@ def test_validation_the_best_checkpoint_and_what_is_read_after_training_are_of_t
         assert torch.equal(stored[name], parameter.detach().reshape(-1))
     taken = averaged._fits.backend.take_weights(net, checkpoint)
     assert same(weights(taken), weights(averaged.model))
+
+
+def test_exports_and_runs_that_start_from_the_weights_get_the_average(tmp_path: Path) -> None:
+    seen = Weighed()
+    averaged = trained(seen, ExponentialMovingAverage(0.9))
+    average = weights(averaged.model)
+    assert averaged.history is not None and not same(average, seen.seen[-1])
+    run_dir = averaged.history.run_dir
+
+    run(["export", str(run_dir), "weights.safetensors"])
+    stored = load_file(tmp_path / "weights.safetensors")
+    assert same([stored[name] for name, _ in averaged.model.named_parameters()], average)
+
+    exported, loaded = net(), net()
+    export(exported, run_dir, tmp_path / "net.pt2", format="torch-export", example=data()[:8][0])
+    program = torch.export.load(tmp_path / "net.pt2")
+    assert same([program.state_dict[name].detach() for name, _ in averaged.model.named_parameters()], average)
+    load_weights(loaded, run_dir)
+    assert same(weights(loaded), average)
+
+    class AtStart(Callback):
+        def on_train_start(self, state: Any) -> None:
+            self.seen = weights(self.context.model)
+
+    start = AtStart()
+    trained(start, init_from=str(run_dir), max_steps=1)
+    assert same(start.seen, average)
 
 
 @pytest.mark.parametrize("make", [lambda: ExponentialMovingAverage(0.8), lambda: WeightAveraging(0, every_n_steps=3)])

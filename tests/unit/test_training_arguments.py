@@ -68,6 +68,16 @@ def test_the_defaults_are_those_of_transformers_and_not_ours() -> None:
         ({"ddp_timeout": 60}, {"timeout_s": 60.0}),
         ({"ddp_find_unused_parameters": True}, {"ddp": {"find_unused_parameters": True}}),
         ({"train_sampling_strategy": "sequential"}, {"shuffle": False}),
+        ({"adam_beta1": 0.8, "adam_beta2": 0.95}, {"betas": (0.8, 0.95)}),
+        ({"full_determinism": True}, {"deterministic": True}),
+        ({"eval_on_start": True}, {"validate_at_start": True}),
+        ({"remove_unused_columns": False}, {"data": {"remove_unused_columns": False}}),
+        ({"resume_from_checkpoint": "runs/a"}, {"resume_from_checkpoint": "runs/a"}),
+        ({"ddp_bucket_cap_mb": 7, "ddp_static_graph": True}, {"ddp": {"bucket_cap_mb": 7, "static_graph": True}}),
+        (
+            {"fsdp": True, "fsdp_config": {"min_num_params": 100, "reshard_after_forward": False}},
+            {"backend": "fsdp", "fsdp": {"min_num_params": 100, "reshard_after_forward": False}},
+        ),
         (
             {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["A", "B"], "cpu_offload": False}},
             {"backend": "fsdp", "fsdp": {"wrap_classes": "A,B", "cpu_offload": False}},
@@ -82,6 +92,12 @@ def test_an_argument_becomes_the_setting_of_the_same_meaning(given: Any, setting
     found = translated(**given)
     assert {name: found.get(name) for name in settings} == settings
     assert ("checkpoint_every_n_steps" in found) is ("save_strategy" not in given)
+
+
+def test_the_communication_backend_is_kept() -> None:
+    given = arguments()  # with ddp_backend among its arguments, transformers would start a process group
+    given.ddp_backend = "gloo"
+    assert DistributedConfig.from_training_arguments(given).communication_backend == "gloo"
 
 
 def test_no_clipping_stays_no_clipping_and_a_fraction_needs_the_number_of_updates() -> None:

@@ -97,7 +97,8 @@ class Schedule:
     def state(self) -> dict[str, Any]:
         """Return the state that `load` takes, as JSON."""
         content = None if self._scheduler is None else tensors.scheduler_state(self._scheduler)
-        return {"learning_rate": self._full_rate, "schedule": self._kind(), "scheduler": content}
+        rates = {"learning_rate": self._full_rate, "learning_rates": self._full_rates}
+        return {**rates, "schedule": self._kind(), "scheduler": content}
 
     def load(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
         """Restore `state`.
@@ -125,16 +126,17 @@ class Schedule:
                 f"the checkpoint has the schedule {there}, which this run does not have: the learning rate stays at its last value"
             )
         if named_optimizers.is_named(self._optimizer):
-            self._load_rates(notice)
+            self._load_rates(state, notice)
         elif not self._is_of_keras:  # Keras computes the rate from the number of updates
             self._load_rate(state, notice)
         if isinstance(self._scheduler, CurveSchedule):
             self._scheduler.set_rates()
 
-    def _load_rates(self, notice: Callable[[str], None]) -> None:
-        """Set the rate of each parameter group to that of the settings, which replaces the checkpoint's rate."""
+    def _load_rates(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
+        """Let the rate of each parameter group in the settings replace that of the checkpoint. What a schedule or the user's code has
+        multiplied it by stays."""
         groups, wanted = self._optimizer.param_groups, self._full_rates
-        stored = [optim.full_rate(group) for group in groups]
+        stored = self._stored_rates(state)
         if stored == wanted:
             return
         for group, before, now in zip(groups, stored, wanted, strict=True):
@@ -147,6 +149,16 @@ class Schedule:
             f"the rates of this run's settings, {', '.join(f'{rate:g}' for rate in dict.fromkeys(wanted))}, replace the checkpoint's,"
             f" {', '.join(f'{rate:g}' for rate in dict.fromkeys(stored))}"
         )
+
+    def _stored_rates(self, state: Mapping[str, Any]) -> list[float]:
+        """Return the rates with which the run of the checkpoint began."""
+        groups, rates = self._optimizer.param_groups, state.get("learning_rates")  # an old checkpoint has no rates
+        if rates is not None and len(rates) == len(groups):
+            return [float(rate) for rate in rates]
+        if not self._is_plateau:
+            return [optim.full_rate(group) for group in groups]
+        factor = float(state.get("learning_rate", self._full_rate)) / self._full_rate
+        return [rate * factor for rate in self._full_rates]
 
     def _load_rate(self, state: Mapping[str, Any], notice: Callable[[str], None]) -> None:
         before, now = float(state.get("learning_rate", self._full_rate)), self._full_rate

@@ -237,7 +237,8 @@ class Cases:
         self("cut-off", **resumable(self.parts), max_steps=CUT_OFF, checkpoint_dir=str(self.out / "source"))
 
     def resumed(self) -> None:
-        """Resume the run of `cut_off` with another trainer, start from its weights, and resume a run with named settings."""
+        """Resume the run of `cut_off` with another trainer, start from its weights, and resume runs with named settings, with several
+        validation sets, and with averages."""
         self("resumed", **resumable(self.parts), resume_from_checkpoint=self._cut_off_in("source"))
         source = self._cut_off_in("source")
         self("started-from", **{**resumable(self.parts), "max_steps": UPDATES_PER_EPOCH}, init_from=source)
@@ -246,6 +247,9 @@ class Cases:
         length = UPDATES_PER_EPOCH * BASE["epochs"]
         self("named-cut-off", **named, scheduler_steps=length, max_steps=CUT_OFF, checkpoint_dir=where)
         self("named-resumed", **named, resume_from_checkpoint=self._cut_off_in("named-source"))
+        points = cases(self.parts)["validation-points"]
+        self("points-cut-off", **points, max_steps=CUT_OFF, checkpoint_dir=str(self.out / "points-source"))
+        self("points-resumed", **points, resume_from_checkpoint=self._cut_off_in("points-source"))
         if "averaged" not in self.refused:
             averaged = cases(self.parts)["averaged"]
             self("averaged-cut-off", **averaged, max_steps=CUT_OFF, checkpoint_dir=str(self.out / "averaged-source"))

@@ -48,6 +48,19 @@ def net():
         return Net()
 
 
+INVERTED = TensorDataset(X, 1 - DATA.tensors[1])  # its loss rises while the model learns
+CUT = 5
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.1)
+
+
+PLATEAU = {
+    "optimizer": "sgd", "learning_rate": 0.1, "scheduler": plateau, "monitor": "val_loss", "validate_every_n_steps": 2
+}  # fmt: skip
+
+
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
@@ -87,6 +100,16 @@ def train(case, out, **settings):
         trainer = Trainer(net, optimizer="sgd", callbacks=[asks], **{**BASE, "epochs": 10**4, **settings})
         history = trainer.fit(DATA)
         seen["saved"] = asks.saved
+    elif case == "plateau":
+        settings = {**BASE, **PLATEAU, **settings}
+        source = out / "plateau-source"
+        Trainer(net, **settings, max_steps=CUT, checkpoint_dir=str(source)).fit(DATA, INVERTED)
+        (checkpoint,) = source.rglob(f"step-{CUT:08d}")
+        resumed = Trainer(net, **settings, resume_from_checkpoint=str(checkpoint))
+        resumed.fit(DATA, INVERTED)
+        resumed.save(out / "plateau-resumed.safetensors")
+        trainer = Trainer(net, **settings)
+        history = trainer.fit(DATA, INVERTED)
     elif case == "stream":
         trainer = Trainer(net, optimizer="sgd", **{**BASE, "max_steps": 10, "validate_every_n_steps": 3, **settings})
         history = trainer.fit(Endless(), DATA)
