@@ -84,7 +84,9 @@ def parity(run_cli, tmp_path):
 @pytest.mark.full
 def test_a_script_that_is_the_same_everywhere_but_for_its_first_weights(parity, tmp_path):
     """They are others each time it runs: all runs start from the reference's."""
-    done = parity("draws", "--backends", "single,pytorch-ddp", "--world-sizes", "2", "--keep", str(tmp_path / "runs"))
+    done = parity(
+        "draws", "--backends", "single,pytorch-ddp,fsdp", "--world-sizes", "2", "--keep", str(tmp_path / "runs")
+    )
     assert done.returncode == 0, done.output
     lines = done.stdout.splitlines()
     assert max(map(len, lines)) <= 80
@@ -106,7 +108,7 @@ def test_a_script_that_is_the_same_everywhere_but_for_its_first_weights(parity, 
 
 @pytest.mark.full
 def test_several_models_and_their_losses_are_compared(parity, tmp_path):
-    flags = ["--backends", "pytorch-ddp,fsdp", "--world-sizes", "2", "--keep", str(tmp_path / "runs")]
+    flags = ["--backends", "pytorch-ddp,fsdp,ray", "--world-sizes", "2", "--keep", str(tmp_path / "runs")]
     done = parity("several", *flags)
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "all agree", done.output
     assert ("train", 3, "d") in read_run(tmp_path / "runs" / "fsdp-2-float64-1").losses

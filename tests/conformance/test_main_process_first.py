@@ -9,17 +9,29 @@ import sys
 import pytest
 
 from tests.conformance.runs import FULL
+from tests.conftest import needs_backend
 
 pytestmark = pytest.mark.timeout(200)
 # Each block notes the ranks that have left it before, and those that are to be first leave it together.
 SCRIPT = """
 import json, os, sys, time
 from pathlib import Path
-import torch
 from distributed import Trainer
 
 rank, out = int(os.environ["RANK"]), Path(sys.argv[1])
-trainer = Trainer(lambda: torch.nn.Linear(2, 1), loss_fn=torch.nn.functional.mse_loss, device="cpu", verbose=False)
+if "keras" in sys.argv:
+    import keras
+
+    def make():
+        return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+else:
+    import torch
+
+    def make():
+        return torch.nn.Linear(2, 1)
+
+
+trainer = Trainer(make, loss_fn="mse", device="cpu", verbose=False)
 
 
 def all_begun(name, ranks):
@@ -51,11 +63,19 @@ def seen(out):
     return [json.loads((out / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("backend", ["pytorch-ddp", pytest.param("fsdp", marks=FULL)])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "pytorch-ddp",
+        *(pytest.param(name, marks=FULL) for name in ("fsdp", "deepspeed", "horovod", "ray", "tensorflow")),
+    ],
+)
 def test_on_one_node_its_first_process_is_the_main_process(backend, script, run_cli, tmp_path):
+    needs_backend(backend)
     first = json.dumps({"local": [0], "global": [0]})
     command = ["train", "--script", script, "--backend", backend, "--nproc-per-node", "2"]
-    done = run_cli([*command, "--", str(tmp_path), first], cwd=tmp_path)
+    kind = ["keras"] if backend == "tensorflow" else []
+    done = run_cli([*command, "--", str(tmp_path), first, *kind], cwd=tmp_path)
     assert done.returncode == 0, done.output
     assert seen(tmp_path) == [{"local": [], "global": []}, {"local": [0], "global": [0]}]
 

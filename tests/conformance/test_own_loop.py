@@ -124,10 +124,19 @@ def test_a_signal_saves_the_run_which_goes_on_bit_for_bit_with_resume(ran, run_c
     assert all(torch.equal(whole[each], resumed[each]) for each in whole)
 
 
-def test_launch_runs_the_function_of_a_plain_script(run_python, trained, tmp_path):
-    done = run_python([str(JOB), str(tmp_path), json.dumps({"nproc": 2})], cwd=tmp_path)
+@pytest.mark.parametrize(
+    "backend",
+    ["pytorch-ddp", *(pytest.param(name, marks=FULL) for name in ("fsdp", "horovod", "ray", "deepspeed"))],
+)
+def test_launch_runs_the_function_of_a_plain_script(run_python, trained, ran, tmp_path, backend):
+    needs_backend(backend)
+    of_launch = {"backend": backend} | ({"dtype": "float32"} if backend == "deepspeed" else {})
+    done = run_python([str(JOB), str(tmp_path), json.dumps({"nproc": 2, "launch": of_launch})], cwd=tmp_path)
     assert done.returncode == 0, done.output
-    assert distance(weights(tmp_path), trained["float64"]) < EXACT
+    if backend == "deepspeed":
+        assert distance(weights(tmp_path), weights(ran[IN_FLOAT32, 0.0])) < ROUNDING
+    else:
+        assert distance(weights(tmp_path), trained["float64"]) < EXACT
     (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "result.json").read_text())["world_size"] == 2
 

@@ -250,6 +250,9 @@ def test_the_workflow_runs_all_checks_on_one_python_and_the_unit_tests_on_later_
 
     assert check["container"]["image"].startswith("python:3.11-")
     assert re.search(r"^exec (make .*)", script, re.M)[1] in [step.get("run") for step in check["steps"]]
+    assert [step["if"] for step in check["steps"] if step.get("run") == "make test-full"] == [
+        "github.event_name == 'schedule'"
+    ]
     assert check["env"]["REQUIRE_BACKENDS"] == re.search(r"REQUIRE_BACKENDS=(\S+)", script).group(1)
     assert unit["strategy"]["matrix"]["python"] == ["3.12", "3.13"]
     assert unit["steps"][-1]["run"].endswith("tests/unit")
