@@ -17,7 +17,7 @@ import pytest
 from distributed import Trainer
 from distributed.backends import groups_in_use, make_backend, plan_of, starting_of
 from distributed.backends._ray import joining
-from distributed.backends._ray.cluster import LONGEST_S, Cluster, check_placement
+from distributed.backends._ray.cluster import LONGEST_S, Cluster, check_placement, start_own
 from distributed.backends._ray.joining import connected
 from distributed.backends._ray.resources import RayNode, Workers, check_cpus, missing, nodes_of
 from distributed.backends.ddp import DDPBackend
@@ -439,3 +439,30 @@ def test_a_worker_for_a_gpu_that_is_not_there_names_its_machine(monkeypatch):
     with pytest.raises(ResourceError, match=rf"rank 1 on {re.escape(socket.gethostname())} was started for a GPU"):
         Trainer(print, backend="ray", nproc_per_node=2)
     assert Trainer(print, backend="ray", nproc_per_node=2, device="cpu").plan.device == "cpu"
+
+
+class Slow:
+    """A Ray whose first `times` starts are given up."""
+
+    def __init__(self, times: int, words: str = "The current node timed out during startup. This could happen") -> None:
+        self.times, self.words, self.starts = times, words, 0
+
+    def init(self, address: str, **given: object) -> None:
+        self.starts += 1
+        if self.starts <= self.times:
+            raise Exception(self.words)
+
+
+def test_a_start_that_ray_gives_up_is_tried_again(tmp_path):
+    ray = Slow(2)
+    start_own(ray, tmp_path / "a", 1, 10**8)
+    assert ray.starts == 3
+
+    ray = Slow(3)
+    with pytest.raises(ResourceError, match="Ray gave up 3 starts on this machine, because its own services did not"):
+        start_own(ray, tmp_path / "b", 1, 10**8)
+
+    ray = Slow(1, "no space is left")
+    with pytest.raises(Exception, match="no space is left"):
+        start_own(ray, tmp_path / "c", 1, 10**8)
+    assert ray.starts == 1

@@ -30,6 +30,7 @@ JOIN_S = 180.0  # time for joining an existing cluster, for all attempts togethe
 LOCAL_OBJECT_STORE_BYTES = 10**8
 LONGEST_S = 10.0**7  # stands for an unlimited time
 _LONGEST_DIRECTORY = 26
+_STARTS, _TOO_SLOW = 3, "timed out during startup"
 _ADDRESS = re.compile(r"(?:ray://)?(\[[^\[\]]+\]|[^\[\]/:\s]+):(\d+)")
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names that mean a different machine on each node
 
@@ -218,16 +219,33 @@ def own_token() -> dict[str, str]:
 
 
 def start_own(ray: Any, scratch: Path, cpus: int, object_store_bytes: int, **settings: Any) -> None:
-    """Start a private cluster under `own_token`, with its files below `scratch`, and connect to it."""
-    with _on_loopback():
-        ray.init(
-            "local", num_cpus=cpus, include_dashboard=False, object_store_memory=object_store_bytes,
-            # Workaround (Ray 2.60, no upstream issue known; may go when Ray makes this directory private): Ray makes
-            # its directories readable for everyone, this one too, so it is placed inside a private directory.
-            _temp_dir=str(claim(scratch) / "r"),
-            # Ray Train's workers need their own environment, so Ray could not use prestarted worker processes.
-            _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **settings,
-        )  # fmt: skip
+    """Start a private cluster under `own_token`, with its files below `scratch`, and connect to it.
+
+    Raises ResourceError if Ray does not start in time.
+
+    Workaround (Ray 2.60, ray-project/ray#65983; the tries may go when Ray waits for its own services as long as they need): on a
+    busy machine Ray gives up a start whose services need more than 15 s. The rest of such a start ends with this process.
+    """
+    # Workaround (Ray 2.60, no upstream issue known; may go when Ray makes this directory private): Ray makes its
+    # directories readable for everyone, this one too, so it is placed inside a private directory.
+    directory = str(claim(scratch) / "r")
+    for left in reversed(range(_STARTS)):
+        try:
+            with _on_loopback():
+                ray.init(
+                    "local", num_cpus=cpus, include_dashboard=False, object_store_memory=object_store_bytes, _temp_dir=directory,
+                    # Ray Train's workers need their own environment, so Ray could not use prestarted worker processes.
+                    _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **settings,
+                )  # fmt: skip
+            return
+        except Exception as error:  # Ray raises the class itself
+            if _TOO_SLOW not in str(error):
+                raise
+            if not left:
+                raise ResourceError(
+                    f"Ray gave up {_STARTS} starts on this machine, because its own services did not start in time: run again when the"
+                    " machine is less busy"
+                ) from error
 
 
 @contextlib.contextmanager
