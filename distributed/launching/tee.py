@@ -1,18 +1,25 @@
 """Copy what a worker of a foreign launcher (torchrun, srun, mpirun) prints to its rank's log.
 
 A small separate process does the copying. It goes on when the worker dies in the middle of a line, and never waits for the
-worker's interpreter.
+worker's interpreter. A worker that ends normally waits for it, because `srun` kills what is left of a job when the workers have
+ended.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import selectors
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from distributed.runs.directory import RunDirectory
+from distributed.runs.processes import flush
+
+_COPIED_S = 5.0  # seconds that a worker waits at its end; a child process that goes on may keep its output open
 
 
 def tee_output(run: RunDirectory, rank: int) -> None:
@@ -24,7 +31,8 @@ def tee_output(run: RunDirectory, rank: int) -> None:
     reads = [str(read) for read, _ in ends.values()]
     sys.stdout.flush()
     sys.stderr.flush()
-    subprocess.Popen(
+    console = [os.dup(1) if rank == 0 else os.open(os.devnull, os.O_WRONLY), os.dup(2)]
+    copying = subprocess.Popen(
         [sys.executable, "-E", str(Path(__file__)), str(run.path.absolute()), str(rank), *reads],
         stdin=subprocess.DEVNULL,
         pass_fds=[int(read) for read in reads],
@@ -35,6 +43,19 @@ def tee_output(run: RunDirectory, rank: int) -> None:
         os.dup2(write, target)
         os.close(read)
         os.close(write)
+    atexit.register(_wait_until_copied, copying, console, os.getpid())
+
+
+def _wait_until_copied(copying: subprocess.Popen[bytes], console: Sequence[int], pid: int) -> None:
+    """Wait until everything was copied. What exit functions print afterwards goes to the console only."""
+    if os.getpid() != pid:  # a fork of the worker
+        return
+    flush()
+    for target, fd in zip((1, 2), console, strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        copying.wait(_COPIED_S)
 
 
 def main(run_dir: str, rank: int, stdout: int, stderr: int) -> None:

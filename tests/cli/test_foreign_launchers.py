@@ -185,3 +185,32 @@ def test_a_cluster_environment_of_ones_own_is_one_file_and_one_entry(script, sta
     assert refused.returncode == 2 and "is not the number of processes of this run, 2" in refused.output
     misspelt = run(["command.py", "train", "--script", str(script)], TOY_TASK="first").finish(60)
     assert misspelt.returncode == 3 and "TOY_TASK='first' is not a whole number" in misspelt.output
+
+
+LAST = """
+import atexit, os, signal, subprocess
+from pathlib import Path
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+
+atexit.register(print, "after the last line")
+Trainer(torch.nn.Linear(1, 1), loss_fn="mse", batch_size=4).fit(TensorDataset(torch.ones(8, 1), torch.ones(8, 1)))
+(copying,) = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+os.kill(int(copying), signal.SIGSTOP)
+go_on = ["sh", "-c", f"sleep 1; kill -CONT {copying}"]
+subprocess.Popen(go_on, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print("the last line")
+"""
+
+
+def test_a_worker_ends_when_its_output_has_been_copied(run_python, tmp_path):
+    """`srun` kills what is left of a job when its workers have ended. The output is read as soon as the worker has ended."""
+    (tmp_path / "job.py").write_text(LAST)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    done = run_python(["job.py"], cwd=tmp_path, env=place)
+    assert done.returncode == 0 and done.stdout.splitlines()[-2:] == ["the last line", "after the last line"], (
+        done.output
+    )
+    (log,) = tmp_path.glob("runs/*/logs/rank-0.log")
+    assert log.read_text().splitlines()[-1].endswith("the last line")
