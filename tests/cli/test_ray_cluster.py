@@ -88,7 +88,9 @@ PLANNED = """
 import torch
 from distributed import Trainer
 
-trainer = Trainer(torch.nn.Linear(4, 1), backend="ray", address="ray://10.99.0.1:10001", num_nodes=2, gpus_per_node=2)
+trainer = Trainer(
+    torch.nn.Linear(4, 1), backend="ray", address="ray://10.99.0.1:10001", num_nodes=2, gpus_per_node=2, ray={"cpus_per_worker": 0.5}
+)
 plan = trainer.plan
 print(plan.num_nodes, plan.nproc_per_node, plan.world_size, plan.device, plan.backend)
 """
