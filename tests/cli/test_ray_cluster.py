@@ -529,8 +529,7 @@ def test_what_the_health_checks_of_ray_miss_changes_no_bit_and_holds_nobody_up(
     cluster.machines.link(1, "up")
     done = command.finish(150, grace=20)
     assert done.returncode == 0 and weights_of(done.stdout) == expected, done.output
-    lines = [line for line in done.output.splitlines() if "node1" in line and "answer" in line]
-    assert "node1 does not answer, and" in lines[0] and lines[-1].endswith("node1 answers again"), done.output
+    assert "node1 does not answer, and" in done.stderr and "node1 answers again" in done.stdout, done.output
 
     for number in (0, 1):
         cluster.machines.lose(number, 5)
