@@ -124,8 +124,8 @@ def test_horovodrun_starts_processes_on_two_nodes(
 
     nodes.run("002/horovod_nodes.sh", SAMPLES_OUT=str(tmp_path), PATH=path)
 
-    failed = [json.loads((tmp_path / f"failed-{rank}.json").read_text()) for rank in range(4)]
-    assert failed == [{}] * 4
+    failed = [json.loads((tmp_path / f"failed-{rank}.json").read_text()) for rank in (0, 1)]
+    assert failed == [{}, {}]
 
 
 @pytest.mark.cluster

@@ -1,4 +1,4 @@
-# 002, "Horovod: launch". Changed: 2 processes on each node, the names of the nodes.
+# 002, "Horovod: launch". Changed: 2 nodes of 1 process, their names.
 # 16 GPUs across 2 nodes
-horovodrun -np 4 -H node0:2,node1:2 \
+horovodrun -np 2 -H node0:1,node1:1 \
     python train.py
