@@ -501,7 +501,7 @@ class CheckpointStore:
         state, extra = read_state(path)
         try:
             self.backend.load(path, extra)
-        except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError, RecursionError) as error:
+        except (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(
                 f"checkpoint {path}: its state does not fit this run ({type(error).__name__}: {error})"
             ) from error

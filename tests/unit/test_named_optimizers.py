@@ -16,7 +16,7 @@ from distributed import Callback, Trainer
 from distributed.backends._torch.schedule import Schedule
 from distributed.config.merging import Overrides, merge
 from distributed.config.optimization import NamedOptimizer, RateCurve, check_named, named
-from distributed.errors import ConfigError
+from distributed.errors import CheckpointError, ConfigError
 from distributed.state import Job
 from distributed.training.remote import RemoteFit, remote_fit
 
@@ -286,6 +286,19 @@ def test_a_rate_that_was_lowered_in_the_run_stays_lowered_after_a_resume(
     assert torch.equal(weights(resumed.model), weights(whole.model))
     _, halved = fit(resume_from_checkpoint=str(checkpoint), learning_rate=0.05)
     assert halved == pytest.approx([rate / 2 for rate in rates])
+
+
+@pytest.mark.parametrize("rates", [[0.0], "x", 7, [None]])
+def test_rates_of_a_checkpoint_that_cannot_be_are_one_line(monkeypatch: pytest.MonkeyPatch, rates: Any) -> None:
+    state = Schedule.state
+    with monkeypatch.context() as patch:
+        patch.setattr(Schedule, "state", lambda self: {**state(self), "learning_rates": rates})
+        cut = trained(max_steps=7, optimizer="sgd", weight_decay=0.0)
+    assert cut.history is not None
+    with pytest.raises(CheckpointError, match="its state does not fit this run"):
+        trained(
+            optimizer="sgd", weight_decay=0.0, resume_from_checkpoint=f"{cut.history.run_dir}/checkpoints/step-00000007"
+        )
 
 
 def test_another_schedule_than_that_of_the_checkpoint_is_refused() -> None:

@@ -238,7 +238,7 @@ def start_own(ray: Any, scratch: Path, cpus: int, object_store_bytes: int, **set
                     _system_config={"enable_worker_prestart": False, "prestart_worker_first_driver": False}, **settings,
                 )  # fmt: skip
             return
-        except Exception as error:  # Ray raises the class itself
+        except Exception as error:  # Ray raises no subclass here, so the text tells
             if _TOO_SLOW not in str(error):
                 raise
             if not left:
