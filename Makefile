@@ -27,9 +27,11 @@ demo: $(DEMO_STAMP)
 test: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST)
 
-# The conformance suite on the engines of torch that `make test` tests in other ways only.
+# The conformance suite on the engines of torch that `make test` tests in other ways only, Ray on one machine, and, as root, random
+# faults.
 conformance: $(STAMP) $(HOROVOD_STAMP)
 	$(BIN)/python -m distributed.testing horovod:2 'deepspeed[zero_stage=3]:2'
+	$(PYTEST) -m 'conformance and not full' --dist loadgroup
 
 # `make test` with every long matrix: all numbers of processes of every backend, and more kills and starts.
 test-full: $(STAMP) $(HOROVOD_STAMP)

@@ -299,7 +299,7 @@ def poll(
             return value
         if last_look:
             pytest.fail(message())
-        time.sleep(min(max(0.02, 4 * (time.monotonic() - began)), 0.25))
+        time.sleep(min(max(0.03, 12 * (time.monotonic() - began)), 0.25))
 
 
 def free_port() -> int:

@@ -42,14 +42,16 @@ _MODULES = (
 )  # fmt: skip
 # Backend of a command -> what its library reads too, and what it reads later only.
 _SLOW = {"tensorflow": (("KERAS",), {"TF_CONFIG"}), "deepspeed": (("DS_",), set())}
+# How `Machines.on` begins a command: in the namespaces of a process, in a directory.
+_ON_MACHINE = ["nsenter", "--target", "PID", "--net", "--mount", "--uts", "--wd=DIR"]
 PARENT = "PARENT"  # argument that stands for the process id of a command's parent
 _MESSAGE_BYTES = 1 << 20
 
 
 def kind_for(argv: Sequence[str], env: Mapping[str, str]) -> str | None:
     """Return the kind of server that can run a command: `python -m distributed.cli train`, `python -m distributed.launcher` or
-    `python SCRIPT`. None if none can."""
-    mine = _environ()
+    `python SCRIPT`, also on a machine of `Machines`. None if none can."""
+    mine, argv = _environ(), _split(argv)[1]
     is_script = argv[0] == sys.executable and len(argv) > 1 and argv[1].endswith(".py")
     is_train = list(argv[:4]) == [sys.executable, "-m", "distributed.cli", "train"]
     is_launcher = list(argv[:3]) == [sys.executable, "-m", "distributed.launcher"]
@@ -65,6 +67,14 @@ def kind_for(argv: Sequence[str], env: Mapping[str, str]) -> str | None:
         name for name in {*env, *mine} if name.startswith((*_READ_AT_START, *read)) and env.get(name) != mine.get(name)
     }
     return None if differ - {"OMP_NUM_THREADS"} - later else [*slow, "torch"][0]
+
+
+def _split(argv: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
+    """Return the machine of a command, its process "enter" and its directory "cwd" (empty for no machine), and the command there."""
+    size = len(_ON_MACHINE)
+    if len(argv) <= size or [*argv[:2], "PID", *argv[3:6], argv[6][:5] + "DIR"] != _ON_MACHINE:
+        return {}, argv
+    return {"enter": argv[2], "cwd": argv[6].removeprefix("--wd=")}, argv[size:]
 
 
 def _environ() -> dict[str, str]:
@@ -118,12 +128,14 @@ class Server:
 
     def spawn(self, argv: Sequence[str], cwd: Path | None, env: Mapping[str, str], out: Path, err: Path) -> Command:
         """Start a command with its output in two files."""
+        machine, argv = _split(argv)
         request = {
             "argv": [str(self._process.pid) if word == PARENT else word for word in argv],
             "cwd": str(cwd or Path.cwd()),
             "env": dict(env),
             "out": str(out),
             "err": str(err),
+            **machine,
         }
         self._channel.sendall(json.dumps(request).encode())
         while not self._forked:
@@ -214,12 +226,18 @@ def _say(channel: socket.socket, what: Any) -> None:
 def _become(request: dict[str, Any], mark: str) -> None:
     """Make this forked process one that was started with the request's environment, directory and files."""
     os.setsid()
-    libc = ctypes.CDLL(None)
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.getenv.restype = ctypes.c_void_p
     # /proc/PID/environ shows the memory that the process was started with; os.environ is apart from it.
     ctypes.memmove(libc.getenv(mark.encode()), request["env"][mark].encode(), 32)
     os.environ.clear()
     os.environ.update(request["env"])
+    if "enter" in request:
+        spaces = [os.open(f"/proc/{request['enter']}/ns/{name}", os.O_RDONLY) for name in ("net", "mnt", "uts")]
+        for fd in spaces:
+            if libc.setns(fd, 0) != 0:
+                raise OSError(ctypes.get_errno(), "setns")
+            os.close(fd)
     os.chdir(request["cwd"])
     tempfile.tempdir = None  # TMPDIR may be another
     for fd, name, flags in (

@@ -87,6 +87,24 @@ class Cluster:
         """Return what the job has printed."""
         return "".join(file.read_text() for file in own_slurm.output_files(number, self.run_dir / "job"))
 
+    def events(self) -> list[str]:
+        """Return the names of the events of the run."""
+        file = self.run_dir / "events.jsonl"
+        return [json.loads(line)["event"] for line in file.read_text().splitlines()] if file.exists() else []
+
+    def wait_for_attempt(self, count: int, number: str) -> None:
+        """Wait until the run has started `count` times."""
+        poll(lambda: self.events().count("started") == count, 60, lambda: self.output(number))
+
+    def lose_node(self, lost: int, number: str) -> None:
+        """Kill a node, wait until the job is queued again, and start the node."""
+        self.slurm.kill_node(lost)
+        self.slurm.wait_for(number, "PENDING", seconds=60)
+        others = {f"node{each} idle" for each in range(2) if each != lost}
+        self.slurm.wait_for_nodes({*others, f"node{lost} down*"})  # the attempt has left both
+        self.slurm.start_node(lost)
+        self.slurm.wait_for_nodes({*others, f"node{lost} idle"})
+
     def wait_for_tasks(self, *tasks: str) -> None:
         """Wait until the runs of these tasks of an array have ended."""
         results = [self.run_dir / task / "result.json" for task in tasks]
@@ -127,10 +145,25 @@ def expected(run_cli_once: Callable[..., Any], tmp_path_factory: pytest.TempPath
     return str(done.stdout.split("weights ")[1].split()[0])
 
 
-def test_a_job_trains_on_two_nodes_and_its_run_is_shown(cluster: Cluster, expected: str) -> None:
-    number = cluster.job("--time", "10")
+def test_a_job_goes_on_after_the_signal_before_its_time_limit_and_after_a_lost_node_and_its_run_is_shown(
+    cluster: Cluster, expected: str
+) -> None:
+    """The test sends the signal itself. The next one waits until SLURM sends it."""
+    (cluster.home / "slow").touch()
+    number = cluster.job("--time", "10", "--checkpoint-every-n-steps", "5")
+    cluster.wait_for_attempt(1, number)
+    cluster.slurm.run("scancel", "--signal=USR1", number)
+
+    cluster.slurm.wait_for(number, "PENDING", seconds=60)
+    assert "preempted" in cluster.events() and "finished" not in cluster.events()
+    cluster.start_now(number)
+    cluster.wait_for_attempt(2, number)
+    (cluster.home / "slow").unlink()
+    cluster.lose_node(1, number)
+    cluster.start_now(number)
 
     assert cluster.weights(number) == expected
+    assert cluster.events().count("started") == 3 and "resumed from step-" in cluster.output(number)
     shown = cluster.submit("status", "shared run").stdout
     assert re.search(rf"^job {number}  COMPLETED  ", shown, re.M), shown
     assert re.search(r"^shared run +finished +pytorch-ddp +2x2 +160 ", shown, re.M), shown
@@ -146,30 +179,12 @@ def test_before_the_time_limit_the_run_saves_is_queued_again_and_goes_on_bit_for
 
     cluster.slurm.wait_for(number, "RUNNING", seconds=30)
     cluster.slurm.wait_for(number, "PENDING", seconds=110)
-    events = [json.loads(line)["event"] for line in (cluster.run_dir / "events.jsonl").read_text().splitlines()]
-    assert "preempted" in events and "finished" not in events
+    assert "preempted" in cluster.events() and "finished" not in cluster.events()
     (cluster.home / "slow").unlink()
     cluster.start_now(number)
 
     assert cluster.weights(number) == expected
     assert "resumed from step-" in cluster.output(number)
-
-
-@pytest.mark.cluster
-def test_a_job_whose_node_dies_is_queued_again_and_goes_on_bit_for_bit(cluster: Cluster, expected: str) -> None:
-    (cluster.home / "slow").touch()
-    number = cluster.job("--checkpoint-every-n-steps", "5")
-    poll(lambda: (cluster.run_dir / "checkpoints/step-00000005").exists(), 60, lambda: cluster.output(number))
-    cluster.slurm.kill_node(1)
-
-    cluster.slurm.wait_for(number, "PENDING", seconds=60)
-    cluster.slurm.wait_for_nodes({"node0 idle", "node1 down*"})  # the first attempt has left both
-    (cluster.home / "slow").unlink()
-    cluster.slurm.start_node(1)
-    cluster.slurm.wait_for_nodes({"node0 idle", "node1 idle"})
-    cluster.start_now(number)
-
-    assert cluster.weights(number) == expected
 
 
 @pytest.mark.cluster
@@ -180,16 +195,9 @@ def test_a_killed_process_starts_again_within_the_job_and_stop_saves_and_the_fil
     (cluster.home / "slow").touch()
     number = cluster.job()
 
-    def wait_for_start(count: int) -> None:
-        events = cluster.run_dir / "events.jsonl"
-        poll(
-            lambda: events.exists() and events.read_text().count('"event": "started"') == count, 60,
-            lambda: cluster.output(number),
-        )  # fmt: skip
-
-    wait_for_start(1)
+    cluster.wait_for_attempt(1, number)
     (cluster.home / "kill").touch()
-    wait_for_start(2)
+    cluster.wait_for_attempt(2, number)
     assert "was killed by signal 9 (SIGKILL): restarting (1 of 3)" in cluster.output(number)
     assert cluster.slurm.run("squeue", "--noheader", "--format=%i %T") == f"{number} RUNNING"
 

@@ -140,7 +140,7 @@ def assert_sessions(sweep, shown):
     assert not shown
 
 
-@pytest.mark.cluster
+@pytest.mark.conformance
 def test_killed_it_leaves_nobody_and_goes_on_where_each_trial_was(start, run_cli, place):
     command_ = command(place, "--mlflow-tracking", "--", "--slow", "0.03")
     first = start([*CLI, *command_], cwd=place)
@@ -191,7 +191,7 @@ def journal_so_far(place):
     return found
 
 
-@pytest.mark.cluster
+@pytest.mark.conformance
 def test_interrupted_it_writes_what_there_is(start, place, cluster):
     running = start([*CLI, *command(place, "--address", cluster), "--", "--slow", "0.05"], cwd=place, env=OPEN)
     journal_file = place / "sweep" / "trials.jsonl"

@@ -131,7 +131,7 @@ IN_FULL = ("single", "fsdp", "deepspeed", "fit() of a script", "tensorflow")
 
 def marks_of(name):
     if name == "ray":
-        return (pytest.mark.cluster, pytest.mark.xdist_group("a cluster of Ray"))
+        return (pytest.mark.conformance, pytest.mark.xdist_group("a cluster of Ray"))
     return FULL if name in IN_FULL else ()
 
 

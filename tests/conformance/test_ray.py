@@ -287,7 +287,7 @@ def test_fit_of_a_plain_script_brings_the_weights_back(run_python, tmp_path):
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(("own bundles", "stopped workers"), id="workers", marks=pytest.mark.cluster),
+        pytest.param(("own bundles", "stopped workers"), id="workers", marks=pytest.mark.conformance),
         pytest.param(
             ("alone", "one bundle", "validations", "stopped alone", "too small"), id="others", marks=pytest.mark.full
         ),

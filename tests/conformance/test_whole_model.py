@@ -74,7 +74,7 @@ def check(out, facts, case):
     """Assert that the loaded model has the bits of the checkpoint, that the user's object is a plain module, and that a further fit works."""
     seen = facts[case]
     assert seen["kinds"] == ["Parameter", "Tensor"], case
-    for fact in ("is_the_users", "in_fit", "copied", "trainable", "evaluated_twice", "goes_on"):
+    for fact in ("is_the_users", "in_fit", "by_trainer", "copied", "trainable", "evaluated_twice", "goes_on"):
         assert seen[fact] is True, (case, fact)
     loaded = load_file(out / f"{case}.safetensors")
     run_dir = Path(seen["run_dir"])

@@ -11,7 +11,7 @@ import pytest
 from tests.faults.soak import KINDS, Kind, faults_of, soak
 
 pytestmark = pytest.mark.timeout(900)
-MARKS = {"pytorch-ddp": pytest.mark.cluster}  # as root; the other kinds are long
+MARKS = {"pytorch-ddp": pytest.mark.conformance}  # as root; the other kinds are long
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_digits_reach_094_in_a_loop_of_the_script_on_shards(run_cli, tmp_path):
     assert float(re.search(r"^held-out accuracy ([\d.]+)", done.stdout, re.M).group(1)) >= 0.94
 
 
-@pytest.mark.cluster
+@pytest.mark.conformance
 @pytest.mark.xdist_group("a cluster of Ray")
 def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
     pytest.importorskip("ray.serve")

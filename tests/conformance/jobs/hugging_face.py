@@ -145,12 +145,14 @@ def run(case, name, **settings):
         trainer.model.save_pretrained(OUT / case)
         loaded = weights(load(name, OUT / case))
         save_file(loaded, OUT / f"{case}.safetensors")
+    trainer.save_pretrained(OUT / f"{case}-by-trainer")
     copied, pickled = copy.deepcopy(model), io.BytesIO()
     torch.save(model, pickled)
     facts = {
         "is_the_users": trainer.model is model and type(model) is type(MAKE[name]()),
         "kinds": sorted({type(value).__name__ for value in (*held.values(), *model.parameters())}),
         "in_fit": trainer.is_main_process and same(weights(load(name, saving.path)), loaded),
+        "by_trainer": trainer.is_main_process and same(weights(load(name, OUT / f"{case}-by-trainer")), loaded),
         "copied": same(weights(copied), held),
         "trainable": [each for each, p in model.named_parameters() if p.requires_grad]
         == [each for each, p in MAKE[name]().named_parameters() if p.requires_grad],
