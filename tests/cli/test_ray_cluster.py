@@ -98,6 +98,12 @@ SHOW = """
 import os
 print("saw", *(os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")))
 """
+WAIT = """
+import sys, time
+sys.stdout.flush()
+while os.path.exists("wait"):
+    time.sleep(0.1)
+"""
 REFUSED = """
 import sys, torch
 from torch.utils.data import TensorDataset
@@ -371,18 +377,29 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_it
 def test_a_machine_outside_of_the_cluster_trains_on_the_gpus_of_its_nodes(
     ray_machines: Callable[..., RayMachines],
 ) -> None:
-    """The machine has no GPU and no Ray node. The script does not use the GPUs, which do not exist."""
+    """The machine has no GPU and no Ray node. A node is killed and replaced while the script runs, which does not use the GPUs, as
+    they do not exist."""
     cluster = ray_machines(3, begun=2, gpus=2)
     home = cluster.machines.homes[2]
-    (home / "show.py").write_text(SHOW)
+    (home / "show.py").write_text(SHOW + WAIT)
+    (home / "wait").touch()
     flags = ["--num-nodes", "2", "--gpus-per-node", "2", "--set", "ray.cpus_per_worker=0.5"]
     train = ["-m", "distributed.cli", "train", "--script", "show.py", "--backend", "ray", *flags]
-    done = cluster.run(*train, "--address", "ray://10.99.0.1:10001", machine=2).finish(150, grace=20)
+    command = cluster.run(*train, "--address", "ray://10.99.0.1:10001", machine=2)
 
-    assert done.returncode == 0, done.output
-    seen = done.stdout + "".join(path.read_text() for path in home.glob("runs/*/logs/rank-*.log"))
-    places = {(rank, local) for rank, local in re.findall(r"saw (\d) (\d) 4 0,1$", seen, re.M)}
-    assert places == {("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")}, seen
+    def places() -> list[tuple[str, str]]:
+        seen = "".join(path.read_text() for path in home.glob("runs/*/logs/rank-*.log"))
+        return sorted(re.findall(r"saw (\d) (\d) 4 0,1$", seen, re.M))
+
+    all_four = [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
+    command.wait_for(lambda: places() == all_four, 120)
+    cluster.kill(1)
+    lost = "node1 left the Ray cluster, and num_nodes=2 needs as many nodes with 2 GPUs and 1 CPU, but the Ray cluster at"
+    command.wait_for(lost, 60)
+    (home / "wait").unlink()
+    cluster.add(1)
+    done = command.finish(150, grace=20)
+    assert done.returncode == 0 and places() == sorted(all_four * 2), done.output
     assert "nodes: 0 (node" in done.stdout
     done = cluster.run("-c", PLANNED, machine=2).finish(60, grace=20)
     assert done.stdout.split()[-5:] == ["2", "2", "4", "cuda", "ray"], done.output
