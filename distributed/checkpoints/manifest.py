@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from distributed.checkpoints.reading import run_in_threads
 from distributed.checkpoints.tensor_file import check_header
 from distributed.config.addresses import check_library, is_address
 from distributed.config.kinds import COUNT, NUMBER, OBJECT, TEXT, check_kinds, object_of, optional
@@ -140,14 +142,17 @@ def verify(path: Path) -> Manifest:
 
 def verify_files(path: Path, files: Mapping[str, FileRecord]) -> None:
     """Read every byte of some files of a checkpoint. Raises CheckpointError with the first bad file and the reason."""
-    for name, record in files.items():
-        try:
-            if name.endswith(".safetensors"):
-                check_header(path / name)
-            if file_digest(path / name) != record.xxh3_128:
-                raise _damaged(path, name, "does not have the content that was saved (digest differs)")
-        except OSError as error:
-            raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
+    run_in_threads([functools.partial(_verify_file, path, name, record) for name, record in files.items()])
+
+
+def _verify_file(path: Path, name: str, record: FileRecord) -> None:
+    try:
+        if name.endswith(".safetensors"):
+            check_header(path / name)
+        if file_digest(path / name) != record.xxh3_128:
+            raise _damaged(path, name, "does not have the content that was saved (digest differs)")
+    except OSError as error:
+        raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
 
 
 def part_to_verify(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,9 +42,8 @@ class StoredTensor:
         A part that is exactly one piece is not copied.
         """
         start, shape = box or ((0,) * len(self.shape), self.shape)
-        for begins, raw in self.pieces:
-            if begins == start and raw.shape == shape:
-                return memoryview(raw.read())
+        if (exact := self._piece(start, shape)) is not None:
+            return memoryview(exact.read())
         import numpy
 
         item = ITEM_BYTES[self.dtype]
@@ -55,6 +54,17 @@ class StoredTensor:
                 piece = numpy.frombuffer(raw.read(), numpy.uint8).reshape((*raw.shape, item))
                 out[_slices(common, start)] = piece[_slices(common, begins)]
         return out.reshape(-1).data
+
+    def reader(self, box: Box) -> Callable[[memoryview], None] | None:
+        """Return a function that reads the part `box` from the file into memory of its size.
+
+        Return None if the part is not exactly one piece, or so small that a copy of what `read` returns takes no longer.
+        """
+        piece = self._piece(*box)
+        return None if piece is None else piece.copy_to
+
+    def _piece(self, start: tuple[int, ...], shape: tuple[int, ...]) -> RawTensor | None:
+        return next((raw for begins, raw in self.pieces if begins == start and raw.shape == shape), None)
 
 
 def sharding_metadata(starts: Mapping[str, Sequence[int]]) -> dict[str, str]:

@@ -30,6 +30,10 @@ WORDS = {
 }  # fmt: skip
 
 
+# From this size on, reading the file again takes less time than a copy of its mapped memory.
+_LARGE_BYTES = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class RawTensor:
     """One named tensor. `read` returns its bytes, row-major and little-endian."""
@@ -38,8 +42,8 @@ class RawTensor:
     dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     read: Callable[[], bytes | memoryview]
-    # Copies the bytes into memory of `num_bytes` bytes, if that needs fewer copies than `read`. A copy from a device may still be
-    # running when it returns: the caller waits for it.
+    # Copies the bytes into memory of `num_bytes` bytes, if that costs less than to copy what `read` returns. A copy from a device may
+    # still be running when it returns: the caller waits for it.
     copy_to: Callable[[memoryview], None] | None = None
 
     @property
@@ -117,7 +121,8 @@ def check_header(path: Path) -> int:
 
 
 def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
-    """Return (tensors, metadata) of a safetensors file. The tensors' bytes are memory-mapped.
+    """Return (tensors, metadata) of a safetensors file. The tensors' bytes are memory-mapped, and `copy_to` of large ones reads the
+    file.
 
     Raises CheckpointError if the file is not valid.
     """
@@ -131,21 +136,38 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
         del header
         # Workaround (torch 2.13, pytorch/pytorch#44027; may go when torch has read-only tensors): torch warns about read-only
         # buffers. ACCESS_COPY makes the pages private and writable.
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))[8 + length :]
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     metadata = content.pop("__metadata__", None) or {}
     # Each entry is freed as soon as it is converted, because the entries of 100,000 tensors take 60 MB.
-    return [_raw_tensor(name, content.pop(name), data, path) for name in list(content)], metadata
+    return [_raw_tensor(name, content.pop(name), data, 8 + length, path) for name in list(content)], metadata
 
 
-def _raw_tensor(name: str, entry: dict[str, list[int]], data: memoryview, path: Path) -> RawTensor:
+def _raw_tensor(name: str, entry: dict[str, list[int]], file: memoryview, start: int, path: Path) -> RawTensor:
+    """Return the tensor of a header's `entry`. `start` is the position in the file from which the header counts."""
     dtype = sys.intern(str(entry["dtype"]))
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: {name} has the element type {dtype}, which this version does not know")
-    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(_part, data, *entry["data_offsets"]))
+    begin, end = (start + offset for offset in entry["data_offsets"])
+    copy_to = functools.partial(_read_into, path, begin) if end - begin >= _LARGE_BYTES else None
+    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(_part, file, begin, end), copy_to)
 
 
 def _part(data: memoryview, begin: int, end: int) -> memoryview:
     return data[begin:end]
+
+
+def _read_into(path: Path, begin: int, memory: memoryview) -> None:
+    """Fill `memory` with the bytes of a file from the position `begin` on."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            while len(memory):
+                count = file.readinto(memory)
+                if not count:
+                    raise CheckpointError(f"{path} has become shorter while it was read")
+                memory = memory[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _validate(path: Path) -> None:

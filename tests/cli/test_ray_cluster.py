@@ -394,7 +394,9 @@ def test_a_machine_outside_of_the_cluster_trains_on_the_gpus_of_its_nodes(
     all_four = [("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")]
     command.wait_for(lambda: places() == all_four, 120)
     cluster.kill(1)
-    lost = "node1 left the Ray cluster, and num_nodes=2 needs as many nodes with 2 GPUs and 1 CPU, but the Ray cluster at"
+    lost = (
+        "node1 left the Ray cluster, and num_nodes=2 needs as many nodes with 2 GPUs and 1 CPU, but the Ray cluster at"
+    )
     command.wait_for(lost, 60)
     (home / "wait").unlink()
     cluster.add(1)

@@ -96,6 +96,11 @@ class Cluster:
         """Wait until the run has started `count` times."""
         poll(lambda: self.events().count("started") == count, 60, lambda: self.output(number))
 
+    def wait_for_checkpoint(self, number: str) -> None:
+        """Wait until the run has saved once more."""
+        before = self.events().count("checkpoint_saved")
+        poll(lambda: self.events().count("checkpoint_saved") > before, 60, lambda: self.output(number))
+
     def lose_node(self, lost: int, number: str) -> None:
         """Kill a node, wait until the job is queued again, and start the node."""
         self.slurm.kill_node(lost)
@@ -151,13 +156,13 @@ def test_a_job_goes_on_after_the_signal_before_its_time_limit_and_after_a_lost_n
     """The test sends the signal itself. The next one waits until SLURM sends it."""
     (cluster.home / "slow").touch()
     number = cluster.job("--time", "10", "--checkpoint-every-n-steps", "5")
-    cluster.wait_for_attempt(1, number)
+    cluster.wait_for_checkpoint(number)
     cluster.slurm.run("scancel", "--signal=USR1", number)
 
     cluster.slurm.wait_for(number, "PENDING", seconds=60)
     assert "preempted" in cluster.events() and "finished" not in cluster.events()
     cluster.start_now(number)
-    cluster.wait_for_attempt(2, number)
+    cluster.wait_for_checkpoint(number)
     (cluster.home / "slow").unlink()
     cluster.lose_node(1, number)
     cluster.start_now(number)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import random
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from distributed.backends._torch import generators, tensor_io, tensors
+from distributed.checkpoints import reading, tensor_file
 from distributed.errors import CheckpointError, TrainingError
 
 CPU = torch.device("cpu")
@@ -30,6 +34,14 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)  # tiny tensors: threads only wait for each other
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["mapped", "read"])
+def are_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run each test with tensors that are copied from mapped memory, and with tensors that are read from the file, as large ones are."""
+    if request.param:
+        monkeypatch.setattr(tensor_file, "_LARGE_BYTES", 1)
+    return bool(request.param)
 
 
 class Small(nn.Module):
@@ -69,6 +81,35 @@ def test_weights_and_buffers_come_back_bit_for_bit_and_in_place(tmp_path: Path) 
     assert {name: tensor.data_ptr() for name, tensor in other.state_dict().items()} == places
     assert other.head.weight is other.embed.weight
     assert other.turned.stride() == model.turned.stride() != model.turned.contiguous().stride()
+
+
+def test_large_tensors_are_read_in_several_threads_and_a_file_that_becomes_shorter_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, are_large: bool
+) -> None:
+    monkeypatch.setattr(reading.os, "cpu_count", lambda: 3)
+    threads = set()
+    read = tensor_file._read_into
+
+    def counted(*args: Any) -> None:
+        threads.add(threading.get_ident())
+        if len(threads) < 3:
+            time.sleep(0.05)
+        read(*args)
+
+    monkeypatch.setattr(tensor_file, "_read_into", counted)
+    model, other = small(1, 64), small(2, 64)
+    tensors.save_model(model, tmp_path)
+    tensors.load_model(other, tmp_path)
+    assert bits(other) == bits(model)
+    assert len(threads) == (3 if are_large else 0) and threading.get_ident() not in threads
+
+    if are_large:
+        file = tmp_path / "model/model.safetensors"
+        stored, _ = tensor_file.read_raw(file)
+        os.truncate(file, file.stat().st_size - 1)
+        last = max(stored, key=lambda tensor: tensor.read.args[2])
+        with pytest.raises(CheckpointError, match=r"model\.safetensors has become shorter while it was read"):
+            last.copy_to(memoryview(bytearray(last.num_bytes)))
 
 
 def test_a_tied_weight_is_stored_once_and_a_buffer_that_is_not_persistent_never(tmp_path: Path) -> None:

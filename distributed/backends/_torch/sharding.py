@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.backends._torch.tensor_io import tensor_of, write_file
+from distributed.backends._torch.tensor_io import dtype_of, raw_bytes, tensor_of, write_file
 from distributed.checkpoints.shards import Box, StoredTensor, sharding_metadata
 from distributed.state import WorkerContext
 
@@ -92,6 +93,19 @@ def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor
     return DTensor.from_local(
         piece, cut.device_mesh, cut.placements, run_check=False, shape=torch.Size(stored.shape), stride=cut.stride()
     )
+
+
+def reader(stored: StoredTensor, tensor: torch.Tensor) -> Callable[[], None] | None:
+    """Return a function that fills this rank's part of `tensor` from the file of a stored tensor of the same shape.
+
+    It may run in any thread. Return None if that is not possible or would not be faster than a copy of what `read` returns.
+    """
+    part, where = local(tensor.detach()), box(tensor)
+    is_plain = part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+    if not is_plain or part.dtype != dtype_of(stored.dtype) or tuple(part.shape) != where[1]:
+        return None
+    read_into = stored.reader(where)
+    return None if read_into is None else functools.partial(read_into, raw_bytes(part))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

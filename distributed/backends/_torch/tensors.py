@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import types
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from distributed.backends._torch.tensor_io import (
     encode_tensor,
     write_file,
 )
+from distributed.checkpoints.reading import run_in_threads
 from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.checkpoints.weights import LoadedWeights, StoredWeights, check_loaded
 from distributed.errors import CheckpointError, ConfigError, TrainingError
@@ -149,7 +150,13 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
 
 def _copy(model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
     keys = {plain_name(key): key for key in unwrap(model).state_dict(keep_vars=True)}
-    values = {keys[name]: sharding.read(tensor, own[name]) for name, tensor in stored.items()}
+    readers = {name: sharding.reader(tensor, own[name]) for name, tensor in stored.items()}
+    run_in_threads([reader for reader in readers.values() if reader is not None])
+    # A tensor that was filled from the file is passed to its module too, which may keep more than the tensor.
+    values = {
+        keys[name]: sharding.read(tensor, own[name]) if readers[name] is None else own[name]
+        for name, tensor in stored.items()
+    }
     unwrap(model).load_state_dict(values, strict=False)  # the caller has compared the names
 
 
@@ -224,6 +231,7 @@ def load_optimizer(
         _restore_options(group, decode_state(saved["options"]))
     stored, _ = read_tensors(directory / OPTIMIZER)
     own_dtype = frozenset(content["own_dtype"])
+    readers: list[Callable[[], None]] = []
     before = _slots(optimizer)
     optimizer.state.clear()
     for group in optimizer.param_groups:
@@ -237,9 +245,17 @@ def load_optimizer(
         if name not in by_name:
             raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")
         parameter, group = by_name[name]
-        value = sharding.read(tensor, parameter if tensor.shape == tuple(parameter.shape) else None)
         own = before.get((id(parameter), slot))
-        optimizer.state[parameter][slot] = _placed(value, own, parameter, group, slot, key in own_dtype)
+        dtype = _slot_dtype(tensor, parameter, key in own_dtype)
+        target = None if slot == "step" or tensor.shape != parameter.shape else _target(own, parameter, dtype)
+        reader = None if target is None else sharding.reader(tensor, target)
+        if reader is not None:
+            readers.append(reader)
+        else:
+            value = sharding.read(tensor, None if target is None else parameter)
+            target = _placed(value, parameter, group, slot, dtype) if target is None else target.copy_(value)
+        optimizer.state[parameter][slot] = target
+    run_in_threads(readers)
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
@@ -388,27 +404,28 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _placed(
-    tensor: torch.Tensor,
-    own: torch.Tensor | None,
-    parameter: torch.Tensor,
-    group: Mapping[str, Any],
-    slot: str,
-    keep_dtype: bool,
-) -> torch.Tensor:
-    """Return a slot's tensor as torch's `Optimizer.load_state_dict` would place it, but without losing precision.
+def _slot_dtype(stored: StoredTensor, parameter: torch.Tensor, keep_dtype: bool) -> torch.dtype:
+    """Return the element type that torch's `Optimizer.load_state_dict` would give a slot, but without losing precision."""
+    dtype = dtype_of(stored.dtype)
+    follows = dtype.is_floating_point and parameter.is_floating_point() and not keep_dtype
+    return parameter.dtype if follows else dtype
 
-    If the optimizer's `own` tensor has the form of a new one, return it with the values of `tensor`.
-    """
+
+def _target(own: torch.Tensor | None, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor for a slot of the parameter's shape: the optimizer's `own` if it has the form of a new one."""
+    if own is not None and _is_like(own, parameter, dtype):
+        return own
+    # with the parameter's strides, as fused and foreach updates prefer
+    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _placed(
+    tensor: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any], slot: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the tensor of a slot that has another shape than the parameter, where torch's `Optimizer.load_state_dict` would place it."""
     if slot == "step":
         on_device = group.get("capturable") or group.get("fused")
         return tensor.to(parameter.device if on_device else tensor.device, copy=True)
-    follows = tensor.is_floating_point() and parameter.is_floating_point() and not keep_dtype
-    dtype = parameter.dtype if follows else tensor.dtype
-    if tensor.shape == parameter.shape:  # with the parameter's strides, as fused and foreach updates prefer
-        if own is not None and _is_like(own, parameter, dtype):
-            return own.copy_(tensor)
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False).copy_(tensor)
     return tensor.to(device=parameter.device, dtype=dtype, copy=True)
 
 
