@@ -31,7 +31,8 @@ def load_weights(model: Any, source: str | os.PathLike[str], *, strict: bool = T
         The checkpoint or file that was used, and the names that did not fit.
 
     Raises:
-        CheckpointError: the source is missing or damaged, or its tensors do not fit. The model has not changed.
+        CheckpointError: the source is missing or damaged, or its tensors do not fit. The model has not changed, unless the source
+            can be read only in part.
         ConfigError: `model` is neither a torch module nor a Keras model with weights.
     """
     weights = read_stored(os.fspath(source))

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,17 +114,20 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def file_digest(path: Path) -> str:
-    """Return the xxh3_128 digest of a file in hex. It detects accidental damage, not forgery."""
+def file_digest(path: Path, stop: threading.Event | None = None) -> str:
+    """Return the xxh3_128 digest of a file in hex. It detects accidental damage, not forgery.
+
+    If `stop` is set meanwhile, the digest is that of the bytes before.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with open(fd, "rb", buffering=0) as file:
-        return stream_digest(file)
+        return stream_digest(file, stop)
 
 
-def stream_digest(stream: Any) -> str:
+def stream_digest(stream: Any, stop: threading.Event | None = None) -> str:
     """Return the digest of an open binary file, as `file_digest` does."""
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
-    while count := stream.readinto(block):
+    while (stop is None or not stop.is_set()) and (count := stream.readinto(block)):
         digest.update(block[:count])
     return digest.hexdigest()
 
@@ -142,14 +146,15 @@ def verify(path: Path) -> Manifest:
 
 def verify_files(path: Path, files: Mapping[str, FileRecord]) -> None:
     """Read every byte of some files of a checkpoint. Raises CheckpointError with the first bad file and the reason."""
-    run_in_threads([functools.partial(_verify_file, path, name, record) for name, record in files.items()])
+    stop = threading.Event()
+    run_in_threads([functools.partial(_verify_file, path, name, record, stop) for name, record in files.items()], stop)
 
 
-def _verify_file(path: Path, name: str, record: FileRecord) -> None:
+def _verify_file(path: Path, name: str, record: FileRecord, stop: threading.Event) -> None:
     try:
         if name.endswith(".safetensors"):
             check_header(path / name)
-        if file_digest(path / name) != record.xxh3_128:
+        if file_digest(path / name, stop) != record.xxh3_128:
             raise _damaged(path, name, "does not have the content that was saved (digest differs)")
     except OSError as error:
         raise _damaged(path, name, f"cannot be read: {error.strerror}") from None

@@ -3,28 +3,54 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 
 _MAX_THREADS = 4  # more threads gain little, because they share the memory's bandwidth
 
 
-def run_in_threads(tasks: Sequence[Callable[[], object]]) -> None:
-    """Run `tasks` in a few threads, and wait until all have ended.
+def run_in_threads(tasks: Sequence[Callable[[], object]], stop: threading.Event | None = None) -> None:
+    """Run `tasks` in this thread and a few others, in their order, and wait until all have ended.
 
-    If tasks fail, raise the error of the first of them. Tasks that have not begun then are not run.
+    If tasks fail, raise the error of the first of them, and do not begin further ones. If this thread is interrupted, `stop` is set;
+    a long task checks it.
     """
-    num_threads = min(_MAX_THREADS, os.cpu_count() or 1, len(tasks))
-    if num_threads < 2:
-        for task in tasks:
-            task()
-        return
-    from concurrent.futures import ThreadPoolExecutor
+    is_over = stop or threading.Event()
+    left, lock = iter(enumerate(tasks)), threading.Lock()
+    errors: dict[int, Exception] = {}
 
-    with ThreadPoolExecutor(num_threads) as threads:
-        futures = [threads.submit(task) for task in tasks]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            threads.shutdown(cancel_futures=True)
-            raise
+    def work() -> None:
+        while not errors and not is_over.is_set():
+            with lock:
+                index, task = next(left, (0, None))
+            if task is None:
+                return
+            try:
+                task()
+            except Exception as error:  # raised below
+                errors[index] = error
+
+    threads = [
+        threading.Thread(target=work, daemon=True) for _ in range(min(_MAX_THREADS, _num_cores(), len(tasks)) - 1)
+    ]
+    started = []
+    try:
+        for thread in threads:
+            try:
+                thread.start()
+            except RuntimeError:  # the system allows no further thread
+                break
+            started.append(thread)
+        work()
+    except BaseException:
+        is_over.set()
+        raise
+    finally:
+        for thread in started:
+            thread.join()
+    if errors:
+        raise errors[min(errors)]
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -137,37 +137,55 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
         # Workaround (torch 2.13, pytorch/pytorch#44027; may go when torch has read-only tensors): torch warns about read-only
         # buffers. ACCESS_COPY makes the pages private and writable.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+        source = _Source(path, data, 8 + length, os.fstat(file.fileno()))
     metadata = content.pop("__metadata__", None) or {}
     # Each entry is freed as soon as it is converted, because the entries of 100,000 tensors take 60 MB.
-    return [_raw_tensor(name, content.pop(name), data, 8 + length, path) for name in list(content)], metadata
+    return [_raw_tensor(name, content.pop(name), source) for name in list(content)], metadata
 
 
-def _raw_tensor(name: str, entry: dict[str, list[int]], file: memoryview, start: int, path: Path) -> RawTensor:
-    """Return the tensor of a header's `entry`. `start` is the position in the file from which the header counts."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file of tensors: its mapped memory, the position from which its header counts, and its inode."""
+
+    path: Path
+    mapped: memoryview
+    start: int
+    status: os.stat_result
+
+    def part(self, begin: int, end: int) -> memoryview:
+        """Return bytes of the mapped memory."""
+        return self.mapped[begin:end]
+
+    def read_into(self, begin: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes from the position `begin` on: from the file, or from the mapped memory if the file at the path
+        is another one by now."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            memory[:] = self.part(begin, begin + len(memory))
+            return
+        try:
+            with open(fd, "rb", buffering=0) as file:
+                if not os.path.samestat(os.fstat(fd), self.status):
+                    memory[:] = self.part(begin, begin + len(memory))
+                    return
+                file.seek(begin)
+                while len(memory):
+                    count = file.readinto(memory)
+                    if not count:
+                        raise CheckpointError(f"{self.path} has become shorter while it was read")
+                    memory = memory[count:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+
+
+def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawTensor:
     dtype = sys.intern(str(entry["dtype"]))
     if dtype not in ITEM_BYTES:
-        raise CheckpointError(f"{path}: {name} has the element type {dtype}, which this version does not know")
-    begin, end = (start + offset for offset in entry["data_offsets"])
-    copy_to = functools.partial(_read_into, path, begin) if end - begin >= _LARGE_BYTES else None
-    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(_part, file, begin, end), copy_to)
-
-
-def _part(data: memoryview, begin: int, end: int) -> memoryview:
-    return data[begin:end]
-
-
-def _read_into(path: Path, begin: int, memory: memoryview) -> None:
-    """Fill `memory` with the bytes of a file from the position `begin` on."""
-    try:
-        with path.open("rb", buffering=0) as file:
-            file.seek(begin)
-            while len(memory):
-                count = file.readinto(memory)
-                if not count:
-                    raise CheckpointError(f"{path} has become shorter while it was read")
-                memory = memory[count:]
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"{source.path}: {name} has the element type {dtype}, which this version does not know")
+    begin, end = (source.start + offset for offset in entry["data_offsets"])
+    copy_to = functools.partial(source.read_into, begin) if end - begin >= _LARGE_BYTES else None
+    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to)
 
 
 def _validate(path: Path) -> None:

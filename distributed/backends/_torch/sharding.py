@@ -101,8 +101,14 @@ def reader(stored: StoredTensor, tensor: torch.Tensor) -> Callable[[], None] | N
     It may run in any thread. Return None if that is not possible or would not be faster than a copy of what `read` returns.
     """
     part, where = local(tensor.detach()), box(tensor)
-    is_plain = part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
-    if not is_plain or part.dtype != dtype_of(stored.dtype) or tuple(part.shape) != where[1]:
+    is_plain = type(part) is torch.Tensor and part.device.type == "cpu" and part.is_contiguous()
+    if (
+        not is_plain
+        or part.is_conj()
+        or part.is_neg()
+        or part.dtype != dtype_of(stored.dtype)
+        or tuple(part.shape) != where[1]
+    ):
         return None
     read_into = stored.reader(where)
     return None if read_into is None else functools.partial(read_into, raw_bytes(part))

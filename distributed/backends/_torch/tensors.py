@@ -149,15 +149,35 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
 
 
 def _copy(model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    keys = {plain_name(key): key for key in unwrap(model).state_dict(keep_vars=True)}
-    readers = {name: sharding.reader(tensor, own[name]) for name, tensor in stored.items()}
+    bare = unwrap(model)
+    keys = {plain_name(key): key for key in bare.state_dict(keep_vars=True)}
+    plain = _filled_by_a_copy(bare)
+    readers = {
+        name: sharding.reader(tensor, own[name]) if id(own[name]) in plain else None for name, tensor in stored.items()
+    }
     run_in_threads([reader for reader in readers.values() if reader is not None])
-    # A tensor that was filled from the file is passed to its module too, which may keep more than the tensor.
     values = {
         keys[name]: sharding.read(tensor, own[name]) if readers[name] is None else own[name]
         for name, tensor in stored.items()
     }
-    unwrap(model).load_state_dict(values, strict=False)  # the caller has compared the names
+    bare.load_state_dict(values, strict=False)  # the caller has compared the names
+
+
+def _filled_by_a_copy(model: torch.nn.Module) -> set[int]:
+    """Return the ids of the parameters and buffers into which `load_state_dict` does nothing but copy.
+
+    A module or a hook of the script may change the values before it copies them, so there are none if the model has one.
+    """
+    modules = list(model.modules())
+    is_torchs = getattr(model.load_state_dict, "__func__", None) is torch.nn.Module.load_state_dict
+    if not is_torchs or not all(map(_loads_as_torch_does, modules)):
+        return set()
+    return {id(tensor) for each in modules for tensor in (*each._parameters.values(), *each._buffers.values())}
+
+
+def _loads_as_torch_does(module: torch.nn.Module) -> bool:
+    functions = (module._load_from_state_dict, *module._load_state_dict_pre_hooks.values())
+    return all(str(getattr(each, "__module__", "")).startswith("torch.") for each in functions)
 
 
 def _other_form(own: torch.Tensor, stored: StoredTensor) -> tuple[Any, Any] | None:
@@ -230,6 +250,9 @@ def load_optimizer(
     for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
         _restore_options(group, decode_state(saved["options"]))
     stored, _ = read_tensors(directory / OPTIMIZER)
+    by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
+    if (key := next((key for key in stored if _of_slot(key)[0] not in by_name), None)) is not None:
+        raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")
     own_dtype = frozenset(content["own_dtype"])
     readers: list[Callable[[], None]] = []
     before = _slots(optimizer)
@@ -239,23 +262,25 @@ def load_optimizer(
             name = names[id(parameter)]
             for slot, value in content["values"].get(name, {}).items():
                 optimizer.state[parameter][slot] = decode_state(value)
-    by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     for key, tensor in stored.items():
-        name, _, slot = key.removeprefix("state.").rpartition(".")
-        if name not in by_name:
-            raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")
+        name, slot = _of_slot(key)
         parameter, group = by_name[name]
         own = before.get((id(parameter), slot))
         dtype = _slot_dtype(tensor, parameter, key in own_dtype)
-        target = None if slot == "step" or tensor.shape != parameter.shape else _target(own, parameter, dtype)
+        like = parameter if tensor.shape == parameter.shape else None
+        target = None if slot == "step" or like is None else _target(own, parameter, dtype)
         reader = None if target is None else sharding.reader(tensor, target)
         if reader is not None:
             readers.append(reader)
         else:
-            value = sharding.read(tensor, None if target is None else parameter)
+            value = sharding.read(tensor, like)
             target = _placed(value, parameter, group, slot, dtype) if target is None else target.copy_(value)
         optimizer.state[parameter][slot] = target
-    run_in_threads(readers)
+    try:
+        run_in_threads(readers)
+    except CheckpointError:
+        optimizer.state.clear()  # some of its tensors have no values
+        raise
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:
@@ -370,6 +395,12 @@ def _slot_key(name: str, slot: Any) -> str:
     if not isinstance(slot, str) or "." in slot:
         raise CheckpointError(f"optimizer state of {name} has the slot {slot!r}: it must be a word without dots")
     return f"state.{name}.{slot}"
+
+
+def _of_slot(key: str) -> tuple[str, str]:
+    """Return the name of the parameter and the slot of a stored tensor."""
+    name, _, slot = key.removeprefix("state.").rpartition(".")
+    return name, slot
 
 
 def _group_content(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> dict[str, Any]:
