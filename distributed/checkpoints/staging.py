@@ -26,9 +26,10 @@ class Copying:
         return host_memory(num_bytes)
 
     def num_bytes(self) -> tuple[int, int]:
-        """Return (bytes of the present state that this rank copies, estimated bytes when the optimizer has its state).
+        """Return (bytes that this rank copies at least, estimated bytes), both when the optimizer has its state.
 
-        An optimizer without a state is estimated to keep two tensors for each parameter that is trained, as Adam does.
+        An optimizer that is not one of torch's has its state after the first update. Until then, the estimate is two tensors for
+        each parameter that is trained, as Adam keeps, and none are certain.
         """
         return 0, 0
 

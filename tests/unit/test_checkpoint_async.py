@@ -20,9 +20,11 @@ from distributed.callbacks import Callback
 from distributed.checkpoints import durable, staging
 from distributed.checkpoints.manifest import list_checkpoints, verify
 from distributed.checkpoints.staging import Staging
+from distributed.checkpoints.tensor_file import read_raw
 from distributed.config import memory
 from distributed.errors import ConfigError, TrainingError
 from distributed.state import TrainState
+from distributed.training import files
 from tests.unit.test_checkpoint import Rig, _on_ranks, names, rig
 
 SCRIPT = """
@@ -160,6 +162,41 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert (memory.available_bytes() or 0) > 5000
 
 
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD, "momentum": lambda params: torch.optim.SGD(params, momentum=0.9), "adagrad": torch.optim.Adagrad,
+    "rmsprop": lambda params: torch.optim.RMSprop(params, momentum=0.9, centered=True), "adam": torch.optim.Adam,
+    "amsgrad": lambda params: torch.optim.AdamW(params, amsgrad=True), "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax, "adadelta": torch.optim.Adadelta,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_memory_of_the_copy_is_known_before_the_first_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
+) -> None:
+    """What is asked for at the start is what the tensors of the last checkpoint have, less the step that each parameter may have."""
+    monkeypatch.chdir(tmp_path)
+    asked: list[int] = []
+    monkeypatch.setattr(files, "check_memory", asked.append)
+    directory, _, _ = trained(is_async=True, optimizer=OPTIMIZERS[name], verbose=True)
+    (last,) = list_checkpoints(directory / "checkpoints")[-1:]
+    files_of_tensors = [*last.path.glob("model/*.safetensors"), *last.path.glob("optimizer/*.safetensors")]
+    stored = [tensor for file in files_of_tensors for tensor in read_raw(file)[0]]
+    large = sum(tensor.num_bytes for tensor in stored if not tensor.name.endswith((".step", ".mu_product")))
+    # Adagrad has its state from the start.
+    assert asked == [sum(tensor.num_bytes for tensor in stored) if name == "adagrad" else large]
+    assert (
+        f"checkpoint_async keeps a copy of the state in memory: about {durable.size_text(asked[0])} on each of 1"
+        in capfd.readouterr().out
+    )
+
+    available = iter([asked[0] - 1])
+    monkeypatch.setattr(staging, "available_bytes", lambda: next(available, 10**9))
+    monkeypatch.setattr(files, "check_memory", staging.check_memory)
+    with pytest.raises(TrainingError, match=r"checkpoint_async=True needs .* of memory for a copy of the state"):
+        trained(is_async=True, optimizer=OPTIMIZERS[name], max_steps=1)
+
+
 class Watching(Callback):
     """Record what is on the disk when the hook says that a checkpoint was saved."""
 
@@ -175,10 +212,9 @@ def trained(*, is_async: bool, **settings: Any) -> tuple[Path, Any, Watching]:
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2))
     inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
-    watching, given = Watching(), {"backend": "single", "checkpoint_every_n_steps": 2, "keep_latest_k": 20, **settings}
-    trainer = Trainer(
-        model, callbacks=[watching], batch_size=4, verbose=False, epochs=1, checkpoint_async=is_async, **given
-    )
+    watching = Watching()
+    given = {"backend": "single", "checkpoint_every_n_steps": 2, "keep_latest_k": 20, "verbose": False, **settings}
+    trainer = Trainer(model, callbacks=[watching], batch_size=4, epochs=1, checkpoint_async=is_async, **given)
     return Path(trainer.fit(data).run_dir), trainer, watching
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,15 @@ from distributed.checkpoints.staging import Copying
 
 if TYPE_CHECKING:
     from distributed.backends.torch_base import TorchBackend
+
+# Optimizer -> how many tensors of the size of a parameter it keeps for each, with the options of a group.
+_NUM_TENSORS: dict[type, Callable[[Mapping[str, Any]], int]] = {
+    torch.optim.SGD: lambda group: 1 if group["momentum"] else 0,
+    torch.optim.Adagrad: lambda group: 1,
+    torch.optim.RMSprop: lambda group: 1 + bool(group["momentum"]) + bool(group["centered"]),
+    **dict.fromkeys((torch.optim.Adam, torch.optim.AdamW), lambda group: 3 if group["amsgrad"] else 2),
+    **dict.fromkeys((torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adadelta), lambda group: 2),
+}
 
 
 class TorchCopying(Copying):
@@ -27,8 +37,23 @@ class TorchCopying(Copying):
         own = self._backend
         if not own.observer.cuts_weights and not own.context.is_main_process:
             return 0, 0
-        slots = [value for state in getattr(own.optimizer, "state", {}).values() for value in state.values()]
         weights = sum(local(each).nbytes for each in [*own.plain.parameters(), *own.plain.buffers()])
+        slots = [value for state in getattr(own.optimizer, "state", {}).values() for value in state.values()]
         known = sum(local(value).nbytes for value in slots if isinstance(value, torch.Tensor))
-        trained = sum(local(each).nbytes for each in own.plain.parameters() if each.requires_grad)
-        return weights + known, weights + (known or 2 * trained)
+        if not known and (known := _bytes_after_an_update(own.optimizer)) is None:
+            trained = sum(local(each).nbytes for each in own.plain.parameters() if each.requires_grad)
+            return weights, weights + 2 * trained
+        return weights + known, weights + known
+
+
+def _bytes_after_an_update(optimizer: Any) -> int | None:
+    """Return the bytes that the optimizer will keep for the parameters that are trained, or None if it is not one of torch's."""
+    num_tensors = _NUM_TENSORS.get(type(optimizer))
+    if num_tensors is None:
+        return None
+    return sum(
+        num_tensors(group) * local(each).nbytes
+        for group in optimizer.param_groups
+        for each in group["params"]
+        if each.requires_grad
+    )
