@@ -39,8 +39,9 @@ class TorchCopying(Copying):
             return 0, 0
         weights = sum(local(each).nbytes for each in [*own.plain.parameters(), *own.plain.buffers()])
         slots = [value for state in getattr(own.optimizer, "state", {}).values() for value in state.values()]
-        known = sum(local(value).nbytes for value in slots if isinstance(value, torch.Tensor))
-        if not known and (known := _bytes_after_an_update(own.optimizer)) is None:
+        kept = sum(local(value).nbytes for value in slots if isinstance(value, torch.Tensor))
+        known = kept or _bytes_after_an_update(own.optimizer)
+        if known is None:
             trained = sum(local(each).nbytes for each in own.plain.parameters() if each.requires_grad)
             return weights, weights + 2 * trained
         return weights + known, weights + known
