@@ -45,9 +45,8 @@ class CheckpointDirectory:
     def begin(self, target: Path) -> None:
         """Create an empty stage for `target`."""
         self._tidy()
-        if lost := self.lost():
+        if self.lost():
             self._newest = ""
-            self._warn(f"{lost} was deleted while the run uses it: {target.name} is saved in full in {self.path}")
         if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
             sync(self.path.parent)

@@ -416,6 +416,9 @@ class CheckpointStore:
             with contextlib.suppress(CheckpointError):
                 verify(target)
                 return False
+        if lost := self._files.lost():
+            text = f"{lost} was deleted while the run uses it: {target.name} is saved in full in {self.directory}"
+            self.on_event({"kind": "warning", "text": text, "deleted": lost})
         self._files.begin(target)
         return True
 

@@ -32,7 +32,7 @@ _ROW = {"time": SECONDS, "step": COUNT, "epoch": COUNT, "samples_per_second": op
 _NOT_METRICS = ("time", "split", "step", "epoch", "samples_per_second")  # of a line of metrics.jsonl
 _SHOWN = (  # events
     "worker_failed", "node_failed", "node_lost", "node_joined", "restarted", "regrouped", "resumed", "checkpoint_saved", "preempted",
-    "finished", "not_started", "save_failed", "stands_still",
+    "finished", "not_started", "save_failed", "checkpoints_deleted", "stands_still",
 )  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def _row_line(row: dict[str, Any]) -> str:
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    detail = "  ".join(str(event[name]) for name in ("checkpoint", "cause") if event.get(name))
+    detail = "  ".join(str(event[name]) for name in ("checkpoint", "path", "cause") if event.get(name))
     when = time.strftime("%H:%M:%S", time.localtime(event["time"]))
     step = "" if event.get("step") is None else f" at step {event['step']}"
     return f"{when}  {event['event'].replace('_', ' ')}{step}  {detail}".rstrip()

@@ -145,7 +145,8 @@ def _saves(found: Why) -> str:
     failed = f"{count} failed, last {found.failed_saves[-1]}" if count else ""
     later = "later ones succeeded" if count and found.has_saved_since else ""
     damaged = f"set aside: {', '.join(found.damaged[-3:])}" if found.damaged else ""
-    return "; ".join(each for each in (failed, later, damaged) if each)
+    deleted = f"deleted during the run: {', '.join(found.deleted[-3:])}" if found.deleted else ""
+    return "; ".join(each for each in (failed, later, damaged, deleted) if each)
 
 
 def _seen(found: Why) -> str:

@@ -67,6 +67,7 @@ class Why:
         has_saved_since: whether a later save succeeded.
         nodes: what became of nodes that were lost, such as "node 1 was lost and has joined again".
         damaged: checkpoints that were set aside because they are damaged.
+        deleted: checkpoints, or their directory, that somebody deleted during the run.
         stopped_by: name of the signal that stopped the run, or "".
         stop_reason: why training ended early, or "".
         silent_s: seconds since the last sign of progress.
@@ -86,6 +87,7 @@ class Why:
     has_saved_since: bool
     nodes: Sequence[str]
     damaged: Sequence[str]
+    deleted: Sequence[str]
     stopped_by: str
     stop_reason: str
     silent_s: float
@@ -120,7 +122,7 @@ def read_why(path: Path) -> Why:
         state=state, verdict=verdict, problem=problem, num_failures=len(failures),
         num_restarts=sum(event["event"] == "restarted" for event in events),
         resumed_at=_resumed_at(events), failed_saves=failed, has_saved_since=bool(saves) and saves[-1]["event"] == "checkpoint_saved",
-        nodes=_nodes(events), damaged=_damaged(run), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
+        nodes=_nodes(events), damaged=_damaged(run), deleted=_deleted(events), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
         silent_s=silent_s, usual_s=usual_s, standing_cause=standing_cause if verdict == STANDING else "",
         launcher=_launcher(run), fix=_fix(problem, verdict),
     )  # fmt: skip
@@ -228,6 +230,10 @@ def _damaged(run: RunDirectory) -> list[str]:
         return sorted(path.name for path in run.checkpoints.glob("damaged-step-*"))
     except OSError:
         return []
+
+
+def _deleted(events: list[dict[str, Any]]) -> list[str]:
+    return [Path(_text(event.get("path"))).name for event in events if event["event"] == "checkpoints_deleted"]
 
 
 def _fix(problem: Problem | None, verdict: str) -> str:

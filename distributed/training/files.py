@@ -187,8 +187,10 @@ class TrainerFiles:
         return store
 
     def _of_store(self, run: RunDirectory, event: Mapping[str, Any]) -> None:
-        """Show an event of the checkpoint store. Write a save that failed into the journal of the run. Main process only."""
+        """Show an event of the checkpoint store. Write failed saves and deleted checkpoints into the journal. Main process only."""
         self._on_event(event)
+        if "deleted" in event:
+            run.event("checkpoints_deleted", path=event["deleted"])
         if "bytes_needed" in event:
             run.event("save_failed", checkpoint=Path(event["path"]).name, cause=event["cause"])
 

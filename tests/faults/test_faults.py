@@ -75,7 +75,7 @@ FAULTS = (
     Fault("segfault", 0, ("rank 1 was killed by signal 11 (SIGSEGV)", "rank 1, step 3", "line {ctypes.string_at(0)},", _AGAIN)),
     Fault("disk-full", 0, ("finished at step 8", "1 failed, last step-00000004: No space left on device; later ones succeeded")),
     Fault("disk-stays-full", 1, ("failed", "No space left on device", "free disk space, and run again with --resume", "3 failed, last step-")),
-    Fault("checkpoints-deleted", 0, ("finished at step 8",)),
+    Fault("checkpoints-deleted", 0, ("finished at step 8", "saves deleted during the run: checkpoints")),
     Fault("loader-killed", 1, ("failed", "rank 1 failed with RuntimeError: DataLoader worker (pid", "rank 1, step",
                                "line {trainer.fit(data)},", "A loader worker was killed, usually because memory ran out.")),
     Fault("nan", 1, ("failed in step 3", "the loss is nan on rank 1 for samples 17, 19, 21, 23 of the data set; not finite in the data: 17",

@@ -200,6 +200,12 @@ def test_failed_saves_and_damaged_checkpoints_are_named(tmp_path: Path) -> None:
     assert "saves 1 failed, last step-00000004: No space left on device; set aside: damaged-step-00000002" in said(run)
 
 
+def test_deleted_checkpoints_are_named(tmp_path: Path) -> None:
+    deleted = ("checkpoints_deleted", {"path": str(tmp_path / "run/checkpoints/step-00000004")})
+    run = made(tmp_path / "run", started(), deleted, ("finished", {}), status="finished")
+    assert "saves deleted during the run: step-00000004" in said(run)
+
+
 def test_a_node_is_named_and_so_is_the_end_by_a_signal(tmp_path: Path) -> None:
     run = made(
         tmp_path / "run", started(), ("node_failed", {"cause": "node 1 (b) has been lost: no sign of it for 30 s"})
