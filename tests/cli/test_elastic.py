@@ -216,7 +216,7 @@ def test_nodes_go_and_come(
         (machines.homes[rank] / "train.py").write_text(SCRIPT)
         own = [*with_nodes("1:3"), "--backend", backend, "--max-restarts", "1", *shared, *numbered]
         env = {"WAIT_S": "0.15", "SEEN": os.devnull, "DISTRIBUTED_TOKEN": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET[::-1]}
-        return start([*machines.on(rank), *own], env=env)
+        return start([*machines.on(rank), *own], env=env, fresh=True)  # a forked process has no command line of its own
 
     zero, one, two = begin(0), begin(1, "--node-rank", "1"), begin(2, "--node-rank", "2")
     zero.wait_for("step 11 of 3", 120)
