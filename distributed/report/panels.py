@@ -274,10 +274,10 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
 
 
 def _rank(run: RunData, name: str) -> str:
-    """Return the label of a name such as `rank_3_s`: the rank and, if there are several nodes, its node."""
+    """Return the label of a name such as `rank_3_s`: the rank and, if there are several nodes of one size, its node."""
     rank = int(name[len("rank_") : -len("_s")])
-    per_node = run.world_size // run.num_nodes
-    return f"rank {rank}, node {rank // per_node}" if run.num_nodes > 1 and per_node else f"rank {rank}"
+    per_node, rest = divmod(run.world_size, run.num_nodes)
+    return f"rank {rank}, node {rank // per_node}" if run.num_nodes > 1 and per_node and not rest else f"rank {rank}"
 
 
 def _imbalance_of(values: Mapping[str, float]) -> float:

@@ -162,6 +162,12 @@ def test_ranks_and_events_of_several_nodes_name_their_node(tmp_path):
     assert line(panels, "Events", "node 1: joined").data["text"] == ["node joined: node1, 10.99.0.2"]
     assert [mark["text"] for mark in panel(panels, "Loss").marks] == ["worker failed", "node lost", "node joined"]
     assert ">4 on 2 nodes<" in report_text([run.path])
+    uneven = read_run(write_run(tmp_path / "uneven", world_size=3, num_nodes=2, slow_rank=1.5))
+    assert [each.name for each in panel(run_panels([uneven]), "Time of each rank").lines] == [
+        "rank 0",
+        "rank 1",
+        "rank 2",
+    ]
 
 
 def test_a_half_line_and_foreign_lines_are_left_out(tmp_path):
