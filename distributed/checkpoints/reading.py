@@ -27,7 +27,7 @@ def run_in_threads(tasks: Sequence[Callable[[], object]], stop: threading.Event 
                 return
             try:
                 task()
-            except Exception as error:  # raised below
+            except Exception as error:  # top frame of a thread: the caller raises it
                 errors[index] = error
 
     threads = [

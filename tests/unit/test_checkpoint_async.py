@@ -174,7 +174,7 @@ OPTIMIZERS = {
 def test_the_memory_of_the_copy_is_known_before_the_first_update(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """What is asked for at the start is what the tensors of the last checkpoint have, less the step that each parameter may have."""
+    """The memory asked for at the start has the size of the tensors of the last checkpoint, without the steps of the parameters."""
     monkeypatch.chdir(tmp_path)
     asked: list[int] = []
     monkeypatch.setattr(files, "check_memory", asked.append)

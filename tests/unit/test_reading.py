@@ -38,8 +38,12 @@ def test_the_error_of_the_first_task_is_raised_although_a_later_one_fails_before
         later_failed.set()
         raise ValueError("second")
 
+    def other() -> None:
+        begun.append(1)
+        time.sleep(0.01)  # 1,000 of these take longer than the failures
+
     with pytest.raises(ValueError, match="first"):
-        reading.run_in_threads([first, second, *[lambda: (begun.append(1), time.sleep(0.01))] * 1000])
+        reading.run_in_threads([first, second, *[other] * 1000])
     assert len(begun) < 1000
 
 

@@ -453,7 +453,8 @@ def _target(own: torch.Tensor | None, parameter: torch.Tensor, dtype: torch.dtyp
 def _placed(
     tensor: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any], slot: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the tensor of a slot that has another shape than the parameter, where torch's `Optimizer.load_state_dict` would place it."""
+    """Return the tensor of the slot `step`, or of one that has another shape than the parameter, where torch's
+    `Optimizer.load_state_dict` would place it."""
     if slot == "step":
         on_device = group.get("capturable") or group.get("fused")
         return tensor.to(parameter.device if on_device else tensor.device, copy=True)
