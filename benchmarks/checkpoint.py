@@ -3,8 +3,8 @@
 python benchmarks/checkpoint.py [--megabytes 1024] [--processes 1|2] [--backend single|pytorch-ddp|fsdp]
                                 [--device cpu|cuda] [--rounds 7]
 
-All contestants save or load the same state, the weights and the two moments of AdamW, in the same processes, in turns whose order
-rotates. Ratios are taken within a round: saves over a raw write and fsync of the same bytes, loads over reading these bytes from the page cache,
+All contestants save or load the same state, the weights and the two moments of AdamW, in the same processes, in turns in a
+random order. Ratios are taken within a round: saves over a raw write and fsync of the same bytes, loads over reading these bytes from the page cache,
 and the time for which an asynchronous save blocks over a copy of the state into kept memory. The table shows median and quartiles.
 "again" is a second contestant that does the same as the first: its difference is noise. "extra MB" is the memory that a save takes on
 top of what the process had, on its worst rank. With a GPU the copy goes into pinned memory, and what is read is copied to the GPU.

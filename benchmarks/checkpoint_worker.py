@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import sys
 import time
@@ -239,8 +240,8 @@ def main(backend: str, device: str, megabytes: float, rounds: int, out: Path) ->
         names = list(actions)
         runs: dict[str, list[dict[str, float]]] = {name: [] for name in BASES}
         for number in range(-1, rounds):  # the first round warms up
-            shift = number % len(names)
-            for name in names[shift:] + names[:shift]:
+            random.Random(number).shuffle(names)  # the same order on all ranks
+            for name in names:
                 measured = turn(contest, actions[name])
                 if number >= 0:
                     runs[name].append(measured)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from distributed.state import DATA_VERSION
@@ -210,10 +210,24 @@ def sample_seed(seed: int, epoch: int, position: int, salt: int = 0) -> int:
 
     The four numbers are mixed one after the other with the mixing function of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014).
     """
-    state = 0
-    for word in (seed ^ (seed >> 64), epoch, position, salt):
-        state = (state + _GOLDEN + word) & _WORD
-        state = ((state ^ (state >> 30)) * _MIX_1) & _WORD
-        state = ((state ^ (state >> 27)) * _MIX_2) & _WORD
-        state ^= state >> 31
-    return state
+    return int(_mixed(_mixed(_of_epoch(seed, epoch), position), salt))
+
+
+def sample_seeds(seed: int, epoch: int, positions: Sequence[int], salt: int = 0) -> list[int]:
+    """Return what `sample_seed` returns at each of `positions`, in a fraction of the time."""
+    import numpy
+
+    seeds: list[int] = _mixed(_mixed(_of_epoch(seed, epoch), numpy.asarray(positions, numpy.uint64)), salt).tolist()
+    return seeds
+
+
+def _of_epoch(seed: int, epoch: int) -> int:
+    return int(_mixed(_mixed(0, seed ^ (seed >> 64)), epoch))
+
+
+def _mixed(state: Any, word: Any) -> Any:
+    """Mix `word` into `state`. Both may be arrays of 64-bit words."""
+    state = (((state + _GOLDEN) & _WORD) + word) & _WORD
+    state = ((state ^ (state >> 30)) * _MIX_1) & _WORD
+    state = ((state ^ (state >> 27)) * _MIX_2) & _WORD
+    return state ^ (state >> 31)

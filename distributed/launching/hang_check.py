@@ -11,7 +11,7 @@ from distributed.launching.causes import Failure
 from distributed.launching.hangs import HangWatch, Suspects, culprit
 from distributed.launching.heartbeat import Board, Progress
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import collect, line_in_script, seen_from_outside, waits, why_silent
+from distributed.launching.stacks import collect, line_in_script, seen_from_outside, waits_in, why_silent
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
@@ -72,7 +72,7 @@ class HangCheck:
         stacks = collect(self._board, {index: progress.pid for index, progress in all_progress.items()}, self._ask)
         kept = f"stacks are in {self._keep(stacks, all_progress, ranks)}"
         silent = [index for index, text in stacks.items() if not text]
-        waiting, is_alone = [index for index, text in stacks.items() if waits(text)], self._request.num_nodes == 1
+        waiting, is_alone = [index for index, text in stacks.items() if waits_in(text)], self._request.num_nodes == 1
         where = f"{suspects.progress.words}: no progress for {suspects.still_s:.0f} s ({limit})"
         found = culprit(suspects, silent, waiting, is_alone=is_alone)
         if found is not None:
@@ -84,9 +84,8 @@ class HangCheck:
         stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
             text = f"{stand}, and none of them could be singled out as the cause; {kept}"
-            locations = {ranks[index]: line_in_script(stacks[index]) for index in suspects.keys[:_MOST_LOCATIONS]}
-            location = ", ".join(f"rank {rank} at {where}" for rank, where in locations.items() if where)
-            return _failure(ranks[suspects.keys[0]], text, suspects.progress, location)
+            places = (_place(ranks[index], stacks[index]) for index in suspects.keys[:_MOST_LOCATIONS])
+            return _failure(ranks[suspects.keys[0]], text, suspects.progress, ", ".join(filter(None, places)))
         self._undecided = suspects.progress.beats
         text = f"{stand}, perhaps because of a rank on another node; {kept}"
         self._display.handle({"kind": "notice", "text": text})
@@ -102,6 +101,12 @@ class HangCheck:
                 head = f"rank {ranks[index]}{self._node}, process {all_progress[index].pid}: {all_progress[index].words}\n\n"
                 (directory / f"rank-{ranks[index]}.txt").write_text(head + (text or _instead(all_progress[index].pid)))
         return directory
+
+
+def _place(rank: int, stacks: str) -> str:
+    """Return where a rank is, such as "rank 1 in all_gather at train.py, line 30, in evaluate", or "" if that is not known."""
+    function, line = waits_in(stacks), line_in_script(stacks)
+    return f"rank {rank}{f' in {function}' if function else ''} at {line}" if line else ""
 
 
 def _failure(rank: int, text: str, progress: Progress, location: str = "") -> Failure:

@@ -22,6 +22,7 @@ _ANSWER_S = 3.0  # time for a worker to answer
 _PY_SPY_S = 5.0
 _POLL_S = 0.05
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
+_WRAPPERS = ("wrapper", "inner")  # what decorators call the function that they return
 _STDLIB = (sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib/python")
 # State letters in /proc of processes that cannot answer. A process may leave the state D at any moment.
 _STOPPED = ("T", "t")
@@ -78,11 +79,18 @@ def line_in_script(stacks: str) -> str:
     return "" if found is None else f"{found[0]}, line {found[1]}, in {found[2]}"
 
 
-def waits(stacks: str) -> bool:
-    """Return whether the main thread waits for other ranks, either in a library that communicates or in this package itself."""
+def waits_in(stacks: str) -> str:
+    """Return the function in which the main thread waits for other ranks, such as "all_reduce", or "" if it does not wait for them.
+
+    It is a function of a library that communicates, or of this package.
+    """
     inside = list(itertools.takewhile(lambda frame: not is_users(frame[0]), _frames(stacks)))
     files = [part for entry in REGISTRY.values() for part in entry.waits_in]
-    return bool(inside) and (is_ours(inside[0][0]) or any(part in name for name, _, _ in inside for part in files))
+    first = next((i for i, (name, _, _) in enumerate(inside) if any(part in name for part in files)), None)
+    if first is None and not (inside and is_ours(inside[0][0])):
+        return ""
+    names = [function for _, _, function in inside[first or 0 :]]
+    return next((name for name in names if not name.startswith("_") and name not in _WRAPPERS), names[0])
 
 
 def _frames(stacks: str) -> list[tuple[str, str, str]]:

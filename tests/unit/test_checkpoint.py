@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy
 import pytest
+from safetensors import safe_open
 
 from distributed.backends.world import OneProcess
 from distributed.checkpoints import durable, manifest
@@ -955,3 +956,32 @@ def test_if_the_block_fails_on_a_first_rank_the_others_raise_and_do_not_enter_it
     for error in errors[:failing] + errors[failing + 1 :]:
         assert isinstance(error, TrainingError) and error.is_echo
         assert str(error) == f"rank {failing}: the download failed with ValueError: no network"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tensors_begin_where_copies_are_fast(tmp_path: Path, seed: int) -> None:
+    """Those of whole cache lines at a multiple of 64 bytes, all others at a multiple of their elements."""
+    rng = random.Random(seed)
+    words = {"F64": 8, "F32": 4, "BF16": 2, "U8": 1}
+    tensors = []
+    for number in range(30):
+        word, length = rng.choice(list(words)), rng.choice([1, 3, 10, 64, 128, 4096])
+        content = rng.randbytes(words[word] * length)
+        tensors.append(RawTensor(f"t{number}", word, (length,), lambda content=content: content))
+    path = tmp_path / "a.safetensors"
+    write_tensors(path, tensors, {"some": "data" * rng.randrange(20)})
+
+    raw = path.read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    begins = {
+        name: entry["data_offsets"][0]
+        for name, entry in json.loads(raw[8 : 8 + size]).items()
+        if name != "__metadata__"
+    }
+    for tensor in tensors:
+        begin = 8 + size + begins[tensor.name]
+        assert begin % (64 if tensor.num_bytes % 64 == 0 else words[tensor.dtype]) == 0
+    found, _ = read_raw(path)
+    assert {each.name: bytes(each.read()) for each in found} == {each.name: each.read() for each in tensors}
+    with safe_open(path, "numpy") as library:
+        assert set(library.keys()) == {each.name for each in tensors}

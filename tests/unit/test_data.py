@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from distributed.config.plan import BatchPlan
-from distributed.data import epoch_order, num_micro_batches, sample_seed, slices
+from distributed.data import epoch_order, num_micro_batches, sample_seed, sample_seeds, slices
 
 SIZES = [(world, steps, size) for world in (1, 2, 3, 4) for steps in (1, 2, 3) for size in (1, 2, 5)]
 
@@ -100,6 +100,13 @@ def test_sample_seeds_are_distinct_and_well_mixed() -> None:
 def test_sample_seed_never_changes_between_versions() -> None:
     assert sample_seed(0, 0, 0) == 0x2130748AAAC80268
     assert sample_seed(1, 2, 3, 4) == 0x336C3255CBCC01FE
+
+
+@pytest.mark.parametrize(("seed", "epoch", "salt"), [(0, 0, 0), (-3, 7, 5), (2**64 - 1, 2**40, 1), (2**70 + 5, 3, 2)])
+def test_the_seeds_of_many_samples_are_those_of_each(seed: int, epoch: int, salt: int) -> None:
+    positions = [0, 1, 5, 2**31, 2**40 + 1, 10**18]
+    assert sample_seeds(seed, epoch, positions, salt) == [sample_seed(seed, epoch, each, salt) for each in positions]
+    assert sample_seeds(seed, epoch, [], salt) == []
 
 
 def test_importing_the_order_loads_no_numpy() -> None:

@@ -17,7 +17,7 @@ from distributed.launching.hang_check import HangCheck
 from distributed.launching.hangs import HangWatch, Suspects, culprit
 from distributed.launching.heartbeat import Board, Heartbeat, Phase, Progress, progress_in
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import line_in_script, waits
+from distributed.launching.stacks import line_in_script, waits_in
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -169,39 +169,43 @@ def stacks_of(act):
         return os.pread(file.fileno(), 1 << 16, 0).decode()
 
 
-def main_thread(*files):
-    lines = "".join(f'  File "{name}", line 9 in step\n' for name in files)
+def main_thread(*frames):
+    lines = "".join(f'  File "{name}", line 9 in {function}\n' for name, function in frames)
     other = 'Thread 0x00007e (most recent call first):\n  File "/home/me/other.py", line 3 in loop\n\n'
     return f"{other}Current thread 0x00007f (most recent call first):\n{lines}"
 
 
-SCRIPT, PYTHON, PACKAGES = "/home/me/train.py", threading.__file__, Path(pytest.__file__).parents[1]
-BACKWARD, OURS = f"{PACKAGES}/torch/autograd/graph.py", hang_check.__file__
+PACKAGES = Path(pytest.__file__).parents[1]
+SCRIPT, PYTHON, OURS = ("/home/me/train.py", "step"), (threading.__file__, "wait"), (hang_check.__file__, "agree")
+AUTOGRAD, TENSOR = f"{PACKAGES}/torch/autograd", (f"{PACKAGES}/torch/_tensor.py", "backward")
+BACKWARD = [(f"{AUTOGRAD}/graph.py", "_engine_run_backward"), (f"{AUTOGRAD}/__init__.py", "backward"), TENSOR]
+C10D, WRAPPER = f"{PACKAGES}/torch/distributed/distributed_c10d.py", f"{PACKAGES}/torch/distributed/c10d_logger.py"
 
 
 @pytest.mark.parametrize(
-    ("files", "does_wait"),
+    ("frames", "function"),
     [
-        ([SCRIPT, OURS, SCRIPT], False),
-        ([PYTHON, SCRIPT, OURS], False),  # a lock of the script
-        ([PYTHON, f"{PACKAGES}/requests/api.py", SCRIPT, OURS], False),
-        ([BACKWARD, f"{PACKAGES}/torch/_tensor.py", OURS, SCRIPT], True),
-        ([f"{PACKAGES}/torch/distributed/distributed_c10d.py", f"{PACKAGES}/a/b.py", SCRIPT], True),
-        ([f"{PACKAGES}/torch/nn/modules/linear.py", SCRIPT, f"{PACKAGES}/torch/distributed/x.py", OURS], False),
-        ([PYTHON, OURS, SCRIPT], True),  # for the other ranks, or for a device
-        ([f"{PACKAGES}/torch/utils/data/dataloader.py", OURS, SCRIPT], False),
-        ([], False),
+        ([SCRIPT, OURS, SCRIPT], ""),
+        ([PYTHON, SCRIPT, OURS], ""),  # a lock of the script
+        ([PYTHON, (f"{PACKAGES}/requests/api.py", "get"), SCRIPT, OURS], ""),
+        ([*BACKWARD, OURS, SCRIPT], "backward"),
+        ([(C10D, "all_gather"), (WRAPPER, "wrapper"), (f"{PACKAGES}/a/b.py", "evaluate"), SCRIPT], "all_gather"),
+        ([(C10D, "_wait"), (WRAPPER, "wrapper"), SCRIPT], "_wait"),
+        ([(f"{PACKAGES}/torch/nn/modules/linear.py", "forward"), SCRIPT, (C10D, "barrier"), OURS], ""),
+        ([PYTHON, OURS, SCRIPT], "agree"),  # for the other ranks, or for a device
+        ([(f"{PACKAGES}/torch/utils/data/dataloader.py", "_get_data"), OURS, SCRIPT], ""),
+        ([], ""),
     ],
 )
-def test_a_rank_that_waits_for_others_is_told_from_one_that_hangs(files, does_wait):
-    stacks = main_thread(*files)
-    assert waits(stacks) is does_wait
-    assert line_in_script(stacks) == (f"{SCRIPT}, line 9, in step" if files else "")
+def test_a_rank_that_waits_for_others_is_told_from_one_that_hangs(frames, function):
+    stacks = main_thread(*frames)
+    assert waits_in(stacks) == function
+    assert line_in_script(stacks) == (f"{SCRIPT[0]}, line 9, in step" if frames else "")
 
 
 def test_stacks_are_read_as_python_writes_them():
     stacks = stacks_of(lambda dump: dump())
-    assert not waits(stacks)
+    assert not waits_in(stacks)
     assert line_in_script(stacks).startswith(f"{__file__}, line ") and line_in_script(stacks).endswith(", in <lambda>")
 
 

@@ -19,7 +19,7 @@ from distributed.backends.base import ShardedData
 from distributed.backends.forms import fault_of, is_array
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.data import epoch_order, sample_seed, slices
+from distributed.data import epoch_order, sample_seeds, slices
 from distributed.errors import ConfigError
 from distributed.launching.engines import seed_python_and_numpy
 from distributed.state import DataRole, MicroBatch, UpdateBatch, WorkerContext
@@ -287,7 +287,8 @@ class _Fetcher:
     def __call__(self, epoch: int, where: range, keys: Sequence[int]) -> Any:
         states = random.getstate(), numpy.random.get_state()
         try:
-            samples = [self._sample(epoch, position, int(key)) for position, key in zip(where, keys, strict=True)]
+            seeds = sample_seeds(self._seed, epoch, where)
+            samples = [self._sample(value, int(key)) for value, key in zip(seeds, keys, strict=True)]
         finally:
             random.setstate(states[0])
             numpy.random.set_state(states[1])
@@ -297,8 +298,7 @@ class _Fetcher:
             text = str(error).partition("\n")[0]
             raise ConfigError(f"{self._name}: samples do not make a batch ({text}): give them one shape") from None
 
-    def _sample(self, epoch: int, position: int, key: int) -> Any:
-        value = sample_seed(self._seed, epoch, position)
+    def _sample(self, value: int, key: int) -> Any:
         seed_python_and_numpy(value, value >> 32)
         return self._dataset[key]
 

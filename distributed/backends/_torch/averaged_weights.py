@@ -83,7 +83,7 @@ class AveragedTensors:
 
     def _allocate(self) -> None:
         if not self._averaged:
-            self._trained = [local(p.detach()) for p in self._backend.plain.parameters() if p.requires_grad]
+            self._trained = [local(p).detach() for p in self._backend.plain.parameters() if p.requires_grad]
             self._averaged = [tensor.clone() for tensor in self._trained]
 
     @torch.no_grad()

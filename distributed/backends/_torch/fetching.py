@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from distributed.backends._torch import sample_rng
-from distributed.data import sample_seed
+from distributed.data import sample_seed, sample_seeds
 
 TRAIN, EVALUATION, TRAIN_COLLATE, EVALUATION_COLLATE, STREAM, SAMPLER, LOADER = range(7)  # salts of the seeds
 
@@ -78,11 +78,12 @@ class Fetcher:
 
     def _seeded_items(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
         items = []
-        for position, key in zip(positions, keys, strict=True):
-            sample_rng.seed(sample_seed(self._seed, epoch, position, self._salt), self._drawn)
+        seeds = sample_seeds(self._seed, epoch, positions, self._salt)
+        for seed, key in zip(seeds, keys, strict=True):
+            sample_rng.seed(seed, self._drawn)
             item = self._items([key])
             if not isinstance(item, list | tuple) or len(item) != 1:  # already collated: seed for the whole batch
-                sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._salt), self._drawn)
+                sample_rng.seed(seeds[0], self._drawn)
                 return self._items(list(keys))
             items.append(item[0])
         return items

@@ -14,13 +14,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from distributed.backends._torch import seeding
-
 _python: Any = random.seed.__self__  # type: ignore[attr-defined] # the instance behind random.random() and friends
 _numpy: Any = numpy.random  # numpy's stubs lack get_bit_generator
 TORCH, PYTHON, NUMPY, ALL = 1, 2, 4, 7
 _WORDS = 624  # words of a Mersenne Twister
-_CPU = torch.device("cpu")
 
 
 class _Memory(NamedTuple):
@@ -90,7 +87,7 @@ def seed(value: int, which: int = ALL) -> None:
     would draw the same numbers.
     """
     if which & TORCH:
-        seeding.seed(value & 0xFFFFFFFF, _CPU)
+        torch.default_generator.manual_seed(value & 0xFFFFFFFF)
     if which & PYTHON:
         random.seed(value)
     if not which & NUMPY:

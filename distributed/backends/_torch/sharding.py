@@ -30,9 +30,12 @@ def _dtensor(tensor: Any) -> DTensor | None:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of `tensor`, without a copy."""
+    """Return this rank's part of `tensor`, without a copy.
+
+    No gradient flows through the part. `to_local()` of a DTensor takes 30 us for that, a thousand times in a save.
+    """
     sharded = _dtensor(tensor)
-    return tensor if sharded is None else sharded.to_local()
+    return tensor if sharded is None else sharded._local_tensor
 
 
 def box(tensor: torch.Tensor) -> Box:
@@ -40,10 +43,15 @@ def box(tensor: torch.Tensor) -> Box:
     sharded = _dtensor(tensor)
     if sharded is None:
         return (0,) * tensor.dim(), tuple(tensor.shape)
+    return _box(sharded.shape, sharded.device_mesh, sharded.placements)
+
+
+@functools.lru_cache(maxsize=1024)  # weights and their moments have the same boxes
+def _box(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Box:
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    shape, start = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
-    return tuple(start), tuple(shape)
+    part, start = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(start), tuple(part)
 
 
 def take_part(pieces: torch.Tensor, full: torch.Tensor) -> None:
@@ -51,7 +59,7 @@ def take_part(pieces: torch.Tensor, full: torch.Tensor) -> None:
     start, shape = box(pieces)
     for dim, (begin, length) in enumerate(zip(start, shape, strict=True)):
         full = full.narrow(dim, begin if length else 0, length)
-    local(pieces.detach()).copy_(full)
+    local(pieces).detach().copy_(full)
 
 
 def write(
@@ -100,7 +108,7 @@ def reader(stored: StoredTensor, tensor: torch.Tensor) -> Callable[[], None] | N
 
     It may run in any thread. Return None if that is not possible or would not be faster than a copy of what `read` returns.
     """
-    part, where = local(tensor.detach()), box(tensor)
+    part, where = local(tensor).detach(), box(tensor)
     is_plain = type(part) is torch.Tensor and part.device.type == "cpu" and part.is_contiguous()
     if (
         not is_plain

@@ -478,8 +478,8 @@ def _slots(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tens
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     }
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    users = Counter(sharding.local(tensor.detach()).data_ptr() for tensor in [*slots.values(), *parameters])
-    return {key: value for key, value in slots.items() if users[sharding.local(value.detach()).data_ptr()] == 1}
+    users = Counter(sharding.local(tensor).data_ptr() for tensor in [*slots.values(), *parameters])
+    return {key: value for key, value in slots.items() if users[sharding.local(value).data_ptr()] == 1}
 
 
 def _is_like(own: torch.Tensor, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
