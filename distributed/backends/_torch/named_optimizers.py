@@ -111,10 +111,6 @@ class MuonWithAdamW(torch.optim.Optimizer):
 def _muon(
     wanted: NamedOptimizer, model: torch.nn.Module, named: list[tuple[str, torch.nn.Parameter]], notice: Notice
 ) -> torch.optim.Optimizer:
-    if not hasattr(torch.optim, "Muon"):
-        raise ConfigError(
-            f"optimizer='muon' needs torch 2.9, this is {torch.__version__}: choose adamw, or install a newer torch"
-        )
     linear = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Linear)}
     embedded = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}  # tied to the last layer
     matrices = [(name, p) for name, p in named if id(p) in linear - embedded]
