@@ -168,6 +168,35 @@ def test_directories_of_accelerate_and_transformers(tmp_path: Path) -> None:
     check(tmp_path / "shards.safetensors")
 
 
+@pytest.mark.usefixtures("in_this_process")
+def test_a_checkpoint_that_lightning_writes(tmp_path: Path) -> None:
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, rate: float) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.model = net()
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.model(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=self.hparams.rate)
+
+    module = Module(rate=0.1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # hints to srun and to loader processes
+        trainer = lightning.Trainer(max_steps=2, accelerator="cpu", default_root_dir=tmp_path, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=8))
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+
+    convert(tmp_path / "model.ckpt", tmp_path / "out.safetensors", prefix="model.")
+    check(tmp_path / "out.safetensors", module.model.state_dict())
+    assert not torch.equal(module.model[0].weight, WEIGHTS["0.weight"])
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_directory_of_deepspeed(tmp_path: Path, run_cli: Callable[..., Finished], stage: int) -> None:
