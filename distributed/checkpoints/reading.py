@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
+
+from distributed.config.cores import num_cores
 
 _MAX_THREADS = 4  # more threads gain little, because they share the memory's bandwidth
 
@@ -31,7 +32,7 @@ def run_in_threads(tasks: Sequence[Callable[[], object]], stop: threading.Event 
                 errors[index] = error
 
     threads = [
-        threading.Thread(target=work, daemon=True) for _ in range(min(_MAX_THREADS, _num_cores(), len(tasks)) - 1)
+        threading.Thread(target=work, daemon=True) for _ in range(min(_MAX_THREADS, num_cores(), len(tasks)) - 1)
     ]
     started = []
     try:
@@ -50,7 +51,3 @@ def run_in_threads(tasks: Sequence[Callable[[], object]], stop: threading.Event 
             thread.join()
     if errors:
         raise errors[min(errors)]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -20,6 +20,7 @@ from typing import Annotated
 from typer import Option
 
 from distributed.cli.checks import BAD, INFO, MISSING, OK, Check, show
+from distributed.config.cores import num_cores
 from distributed.config.gpus import visible_gpus
 from distributed.config.memory import available_bytes
 from distributed.config.registry import REGISTRY, BackendEntry, installed_version, missing_libraries
@@ -94,7 +95,7 @@ def examine() -> Iterator[Check]:
     yield Check("python", OK, f"{platform.python_version()} at {sys.executable}")
     yield _library("distributed-trainer", needed=False)
     yield _library("numpy", needed=True)
-    yield Check("machine", OK, f"{len(os.sched_getaffinity(0))} cores, {_memory()}")
+    yield Check("machine", OK, f"{num_cores()} cores, {_memory()}")
     gpus = visible_gpus()
     yield Check("GPUs", INFO, f"{gpus} visible" if gpus else "none: runs use CPU processes over gloo")
     for entry in REGISTRY.values():

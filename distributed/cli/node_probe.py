@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distributed.config.cores import num_cores
 from distributed.config.registry import REGISTRY, versions_of
 from distributed.launching.listening import reachable_address
 from distributed.launching.nodes import interface_of
@@ -66,7 +67,7 @@ def _facts() -> dict[str, Any]:
     address = reachable_address(os.environ["MASTER_ADDR"])
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
     return {
-        "name": socket.gethostname(), "address": address, "interface": interface, "cores": len(os.sched_getaffinity(0)), "gpus": gpus,
+        "name": socket.gethostname(), "address": address, "interface": interface, "cores": num_cores(), "gpus": gpus,
         "versions": versions,
     }  # fmt: skip
 

@@ -8,7 +8,13 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-_GROUP = Path("/sys/fs/cgroup")  # in a container, its control group (version 2); otherwise a group without a limit
+_GROUP = Path("/sys/fs/cgroup")  # in a container, its control group; otherwise a group without a limit
+# Directory and files of the limit, the memory in use and the statistics, in version 2 and in version 1, and the prefix of the
+# statistics that include the groups below.
+_VERSIONS = (
+    ("", "memory.max", "memory.current", ""),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 
 
 def available_bytes() -> int | None:
@@ -20,11 +26,13 @@ def available_bytes() -> int | None:
         available = _numbers(Path("/proc/meminfo"))["MemAvailable:"] << 10
     except (OSError, LookupError):
         return None
-    with contextlib.suppress(OSError, ValueError, LookupError):  # no control group, or no limit ("max")
-        left = int((_GROUP / "memory.max").read_text()) - int((_GROUP / "memory.current").read_text())
-        stat = _numbers(_GROUP / "memory.stat")
-        # Files that Linux keeps in memory count as used in the group, but give way to new data.
-        available = min(available, left + stat["active_file"] + stat["inactive_file"])
+    for directory, limit, used, prefix in _VERSIONS:
+        group = _GROUP / directory
+        with contextlib.suppress(OSError, ValueError, LookupError):  # no control group, or no limit ("max")
+            left = int((group / limit).read_text()) - int((group / used).read_text())
+            stat = _numbers(group / "memory.stat")
+            # Files that Linux keeps in memory count as used in the group, but give way to new data.
+            available = min(available, left + stat[f"{prefix}active_file"] + stat[f"{prefix}inactive_file"])
     return available
 
 

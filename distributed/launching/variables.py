@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from distributed.config.cores import num_cores
+
 _MOST_PER_CORE = 4  # a start with more processes per core shows a warning
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -14,23 +16,18 @@ def thread_count(local_processes: int) -> int:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0:
         return int(threads)
-    return max(1, _cores() // max(1, local_processes))
+    return max(1, num_cores() // max(1, local_processes))
 
 
 def crowding(local_processes: int) -> str | None:
     """Return a warning if this machine is to run far more processes than it has cores, else None."""
-    cores = _cores()
+    cores = num_cores()
     if local_processes <= _MOST_PER_CORE * cores:
         return None
     return (
         f"{local_processes} processes share {cores} core{'s' * (cores > 1)}, more than {_MOST_PER_CORE} on each:"
         " they start slowly and wait for each other; lower --nproc-per-node"
     )
-
-
-def _cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_missing(environ: Mapping[str, str]) -> None:

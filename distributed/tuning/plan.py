@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from distributed.config.cores import num_cores
 from distributed.config.gpus import visible_gpus
 from distributed.errors import ConfigError, ResourceError, nearest
 from distributed.metrics.direction import is_larger_better
@@ -203,7 +203,7 @@ def total(bundles: Sequence[Bundle]) -> dict[str, float]:
 
 def here() -> dict[str, float]:
     """Return the resources of this machine."""
-    return {"CPU": float(len(os.sched_getaffinity(0))), "GPU": float(visible_gpus())}
+    return {"CPU": float(num_cores()), "GPU": float(visible_gpus())}
 
 
 def check_fits(needs: Bundle, there: Bundle, where: str) -> None:

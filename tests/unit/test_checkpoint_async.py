@@ -160,6 +160,13 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
         staging.check_memory(5001)
     (tmp_path / "memory.max").write_text("max\n")
     assert (memory.available_bytes() or 0) > 5000
+    (tmp_path / "memory").mkdir()  # version 1
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("9000\n")
+    (tmp_path / "memory/memory.usage_in_bytes").write_text("8000\n")
+    (tmp_path / "memory/memory.stat").write_text("active_file 1\ntotal_inactive_file 2000\ntotal_active_file 1000\n")
+    assert memory.available_bytes() == 4000
+    (tmp_path / "memory/memory.limit_in_bytes").write_text("9223372036854771712\n")
+    assert (memory.available_bytes() or 0) > 5000
 
 
 OPTIMIZERS = {

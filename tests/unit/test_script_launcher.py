@@ -10,13 +10,14 @@ import pytest
 
 import distributed
 from distributed import ConfigError, DistributedLauncher, LaunchConfig, launch_distributed_training
+from distributed.config import cores
 from distributed.config.merging import Overrides
 from distributed.config.plan import ProcessPlan, starting_line
 from distributed.launcher import scripts as script_launcher
 from distributed.launcher.scripts import parse
 from distributed.launching import request
 from distributed.launching.request import Handover
-from distributed.launching.variables import crowding
+from distributed.launching.variables import crowding, thread_count
 
 
 def test_flags_are_ours_on_either_side_of_the_script_and_the_rest_is_the_scripts():
@@ -116,6 +117,29 @@ def test_more_than_four_processes_of_a_core_are_warned_of(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     assert crowding(8) is None
     assert crowding(200).startswith("200 processes share 2 cores, more than 4 on each: they start slowly")
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "200000 100000\n"}, 2),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "10000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ],
+)
+def test_the_cpu_limit_of_a_container_counts(monkeypatch, tmp_path, files, expected):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    monkeypatch.setattr(cores, "_GROUP", tmp_path)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert cores.num_cores() == expected and thread_count(2) == max(1, expected // 2)
 
 
 def test_the_start_names_the_backend_that_was_chosen_and_what_takes_long():

@@ -18,6 +18,7 @@ from typing import Any
 from distributed.backends._ray.joining import join
 from distributed.backends._ray.placing import OnLost, Placement
 from distributed.backends._ray.resources import Missing, Workers, check_cpus, missing, nodes_of
+from distributed.config.cores import num_cores
 from distributed.config.registry import import_library
 from distributed.errors import ConfigError, ResourceError
 from distributed.launching.request import LaunchRequest
@@ -108,7 +109,7 @@ class Cluster:
             self._wait_for_resources(on_missing)
             return
         assert self.scratch is not None
-        start_own(self._ray, self.scratch, _local_cpus(), LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes, **quiet)
+        start_own(self._ray, self.scratch, num_cores(), LOCAL_OBJECT_STORE_BYTES + 2 * payload_bytes, **quiet)
 
     def look(self) -> tuple[dict[str, str], Missing | None]:
         """Return (id -> name of each node that is alive, the resources that the workers lack or None). Call `connect` first.
@@ -275,7 +276,7 @@ def new_scratch() -> Path:
 def check_placement(address: str | None, processes: int, cpus: float) -> None:
     """Raise an error if the address cannot be a Ray cluster or this machine has too few CPUs. Does not load Ray."""
     if address is None:
-        check_cpus(processes, cpus, _local_cpus(), "this machine")
+        check_cpus(processes, cpus, num_cores(), "this machine")
     else:
         check_address(address)
 
@@ -289,10 +290,6 @@ def check_address(address: str) -> None:
         host = re.sub(r":[^:\]]*\Z", "", rest) or "HOST"
         like = f"ray://{host}:10001" if scheme == "ray" else f"{host}:6379, ray://{host}:10001 or auto"
         raise ConfigError(f"{_setting(address)} is not of the form HOST:PORT or ray://HOST:PORT: set it to {like}")
-
-
-def _local_cpus() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def _host_and_port(address: str) -> tuple[str, int] | None:
