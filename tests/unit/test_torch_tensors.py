@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.optim import lr_scheduler
 
-from distributed.backends._torch import generators, tensor_io, tensors
+from distributed.backends._torch import generators, optimizer_state, tensor_io, tensors
 from distributed.checkpoints import tensor_file
 from distributed.errors import CheckpointError, TrainingError
 
@@ -302,16 +302,16 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 def _save_all(model: nn.Module, optimizer: Any, scheduler: Any, directory: Path) -> dict[str, Any]:
     tensors.save_model(model, directory)
-    content = {"optimizer": tensors.save_optimizer(optimizer, tensors.named_parameters(model), directory)}
-    content["scheduler"] = None if scheduler is None else tensors.scheduler_state(scheduler)
+    content = {"optimizer": optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), directory)}
+    content["scheduler"] = None if scheduler is None else optimizer_state.scheduler_state(scheduler)
     return json.loads(json.dumps(content, allow_nan=False))
 
 
 def _load_all(model: nn.Module, optimizer: Any, scheduler: Any, directory: Path, content: dict[str, Any]) -> None:
     tensors.load_model(model, directory)
-    tensors.load_optimizer(optimizer, tensors.named_parameters(model), directory, content["optimizer"])
+    optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), directory, content["optimizer"])
     if scheduler is not None:
-        tensors.load_scheduler_state(scheduler, content["scheduler"])
+        optimizer_state.load_scheduler_state(scheduler, content["scheduler"])
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -338,13 +338,13 @@ def test_tensors_that_the_optimizer_has_are_filled_in_place(tmp_path: Path) -> N
     model = small(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     _train(model, optimizer, None, 0, 2)
-    content = tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
+    content = optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
     first, second, *_ = model.parameters()
     before = {slot: optimizer.state[first][slot] for slot in ("exp_avg", "exp_avg_sq")}
     saved = {slot: value.clone() for slot, value in before.items()}
     optimizer.state[second]["exp_avg"] = shared = optimizer.state[second]["exp_avg_sq"]
     _train(model, optimizer, None, 2, 1)
-    tensors.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
+    optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
     for slot, value in before.items():
         assert optimizer.state[first][slot] is value and torch.equal(value, saved[slot])
     loaded = optimizer.state[second]
@@ -355,7 +355,7 @@ def test_optimizer_tensors_are_named_after_their_parameters(tmp_path: Path) -> N
     model = small(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     _train(model, optimizer, None, 0, 1)
-    tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
+    optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
     stored = load_file(tmp_path / "optimizer/optimizer.safetensors")
     slots = {"step", "exp_avg", "exp_avg_sq"}
     assert set(stored) == {f"state.{name}.{slot}" for name, _ in model.named_parameters() for slot in slots}
@@ -367,16 +367,16 @@ def test_a_fresh_optimizer_and_parameters_outside_the_model_can_be_stored(tmp_pa
         return model, others, torch.optim.SGD([*model.parameters(), *others], lr=0.1, momentum=0.9)
 
     model, others, optimizer = make()
-    content = tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path / "fresh")
+    content = optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path / "fresh")
     optimizer.state[others[0]]["momentum_buffer"] = torch.ones(2)
-    tensors.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path / "fresh", content)
+    optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path / "fresh", content)
     assert not optimizer.state
     others[1].grad = torch.full((3,), 2.0)
     optimizer.step()
-    content = tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
+    content = optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
     assert content["groups"][0]["params"][-2:] == ["extra.0", "extra.1"]
     model, others, optimizer = make()
-    tensors.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
+    optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
     assert torch.equal(optimizer.state[others[1]]["momentum_buffer"], torch.full((3,), 2.0))
 
 
@@ -389,9 +389,9 @@ def test_slots_follow_their_parameters_precision_unless_they_had_their_own(tmp_p
 
     def moved(source: tuple[torch.dtype, torch.dtype], target: torch.dtype) -> torch.dtype:
         parameter, optimizer = make(*source)
-        content = tensors.save_optimizer(optimizer, [("w", parameter)], tmp_path / f"{source}")
+        content = optimizer_state.save_optimizer(optimizer, [("w", parameter)], tmp_path / f"{source}")
         parameter, optimizer = make(target, target)
-        tensors.load_optimizer(optimizer, [("w", parameter)], tmp_path / f"{source}", content)
+        optimizer_state.load_optimizer(optimizer, [("w", parameter)], tmp_path / f"{source}", content)
         return optimizer.state[parameter]["momentum_buffer"].dtype
 
     assert moved((torch.float32, torch.float32), torch.float64) == torch.float64
@@ -419,10 +419,10 @@ def test_another_optimizer_or_other_groups_are_refused_by_name(tmp_path: Path) -
     }
     for message, optimizer in wrong.items():
         with pytest.raises(CheckpointError, match=message):
-            tensors.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
+            optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
     for odd in ({}, content | {"groups": [1]}, content | {"groups": [{"params": []}]}, content | {"values": []}):
         with pytest.raises(CheckpointError, match="does not hold an optimizer"):
-            tensors.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, odd)
+            optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, odd)
 
 
 def test_an_optimizer_slot_that_is_no_data_is_refused_by_name(tmp_path: Path) -> None:
@@ -437,11 +437,11 @@ def test_an_optimizer_slot_that_is_no_data_is_refused_by_name(tmp_path: Path) ->
 
     optimizer.step(closure)
     with pytest.raises(CheckpointError, match=r"state\.weight\.old_dirs\[0\] is a torch\.Tensor"):
-        tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
+        optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
     optimizer.state.clear()
     optimizer.state[model.weight]["history"] = {1, 2}
     with pytest.raises(CheckpointError, match=r"state\.weight\.history is a builtins\.set"):
-        tensors.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
+        optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
 
 
 class Halving:
@@ -502,9 +502,9 @@ def test_a_schedule_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
 def test_a_schedules_infinity_counter_and_tuple_come_back_as_they_were() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer)
-    content = json.loads(json.dumps(tensors.scheduler_state(plateau), allow_nan=False))
+    content = json.loads(json.dumps(optimizer_state.scheduler_state(plateau), allow_nan=False))
     plateau.best = 0.0
-    tensors.load_scheduler_state(plateau, content)
+    optimizer_state.load_scheduler_state(plateau, content)
     assert plateau.best == math.inf
     value = {"a": (1, [2.5, (math.nan,)]), 3: None, "__tuple__": 1, "t": torch.tensor([0.1], dtype=torch.bfloat16)}
     content = tensor_io.encode_state(value, "x", tensor_io.encode_tensor)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.backends._torch import modules, named_losses, optim, recomputing, tensors
+from distributed.backends._torch import modules, named_losses, optim, optimizer_state, recomputing, tensors
 from distributed.backends._torch.objective import Objective
 from distributed.backends._torch.passes import Passes
 from distributed.backends._torch.schedule import Schedule
@@ -155,10 +155,10 @@ class TorchKind:
         tensors.load_model(self.module, directory, left_out)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, Any]:
-        return tensors.save_optimizer(optimizer, tensors.named_parameters(self.module), directory, self.context)
+        return optimizer_state.save_optimizer(optimizer, tensors.named_parameters(self.module), directory, self.context)
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]) -> None:
-        tensors.load_optimizer(optimizer, tensors.named_parameters(self.module), directory, content)
+        optimizer_state.load_optimizer(optimizer, tensors.named_parameters(self.module), directory, content)
 
     def export(self, path: Path) -> None:
         tensors.save_weights(self.module, path, self.context)

@@ -11,7 +11,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from distributed.backends._keras.models import schedule_kind
-from distributed.backends._torch import named_optimizers, optim, tensors
+from distributed.backends._torch import named_optimizers, optim, optimizer_state
 from distributed.backends._torch.named_optimizers import CurveSchedule
 from distributed.config.merging import MergedConfig
 from distributed.errors import CheckpointError
@@ -96,7 +96,7 @@ class Schedule:
 
     def state(self) -> dict[str, Any]:
         """Return the state that `load` takes, as JSON."""
-        content = None if self._scheduler is None else tensors.scheduler_state(self._scheduler)
+        content = None if self._scheduler is None else optimizer_state.scheduler_state(self._scheduler)
         rates = {"learning_rate": self._full_rate, "learning_rates": self._full_rates}
         return {**rates, "schedule": self._kind(), "scheduler": content}
 
@@ -114,7 +114,7 @@ class Schedule:
                 f"the schedule is {here}, the checkpoint holds {there}: use {there} or start without the checkpoint"
             )
         if here and there:
-            tensors.load_scheduler_state(self._scheduler, content or {})
+            optimizer_state.load_scheduler_state(self._scheduler, content or {})
             if isinstance(self._scheduler, CurveSchedule) and (
                 text := self._scheduler.curve.length_notice(content or {}, length)
             ):

@@ -1,14 +1,9 @@
-"""Save and load model, optimizer, schedule and generators of a torch backend.
-
-Tensors are written to safetensors files under plain names. All other values are returned as JSON. Nothing is pickled.
-"""
+"""Save and load the tensors of a torch model, in safetensors files under plain names. Nothing is pickled."""
 
 from __future__ import annotations
 
 import json
-import types
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +12,8 @@ import torch
 from distributed.backends._torch import sharding
 from distributed.backends._torch.generators import load_rng, save_rng
 from distributed.backends._torch.tensor_io import (
-    decode_state,
     dtype_of,
     dtype_word,
-    encode_state,
-    encode_tensor,
     write_file,
 )
 from distributed.checkpoints.reading import run_in_threads
@@ -31,18 +23,15 @@ from distributed.errors import CheckpointError, ConfigError, TrainingError
 from distributed.state import WorkerContext
 
 __all__ = [
-    "load_model", "load_optimizer", "load_rng", "load_scheduler_state", "load_weights", "model_state", "named_parameters", "plain_name",
-    "save_model", "save_optimizer", "save_rng", "scheduler_state", "unwrap",
+    "load_model", "load_rng", "load_weights", "model_state", "named_parameters", "plain_name", "save_model", "save_rng", "unwrap",
 ]  # fmt: skip
 
-MODEL, OPTIMIZER = "model", "optimizer"  # directories of a checkpoint, and prefixes of their files
+MODEL = "model"  # the directory in a checkpoint, and the prefix of its files
 
 ALONE = WorkerContext(0, 1, 0, 1, 0, "cpu")
 
 # Parts that torch.compile and activation checkpointing insert into names.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-# These options choose how an update is computed and do not change its result. The current optimizer's values stay.
-_OWN_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -193,114 +182,6 @@ def _other_form(own: torch.Tensor, stored: StoredTensor) -> tuple[Any, Any] | No
     return str(there), str(own.dtype)
 
 
-def save_optimizer(
-    optimizer: torch.optim.Optimizer,
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    directory: Path,
-    context: WorkerContext = ALONE,
-) -> dict[str, Any]:
-    """Write the optimizer's tensors as `state.<parameter>.<slot>` and return the rest as JSON. All ranks must call it.
-
-    `parameters` are the model's, by plain names (`named_parameters`). Other parameters are named `extra.<i>`. Raises
-    CheckpointError that names a slot which is neither a tensor nor plain data.
-    """
-    names = _names(optimizer, parameters)
-    tensors: dict[str, torch.Tensor] = {}
-    values: dict[str, dict[str, Any]] = {}
-    own_dtype: list[str] = []  # slots whose element type is not that of their parameter and must not follow it
-    for parameter, slots in optimizer.state.items():
-        name = names[id(parameter)]
-        for slot, value in slots.items():
-            key = _slot_key(name, slot)
-            if isinstance(value, torch.Tensor):
-                tensors[key] = value.to_dense() if value.is_sparse else value  # such as a sparse gradient's momentum
-                if value.is_floating_point() and value.dtype != parameter.dtype and slot != "step":
-                    own_dtype.append(key)
-            else:
-                values.setdefault(name, {})[slot] = encode_state(value, key, special=None)
-    sharding.write(directory / OPTIMIZER, OPTIMIZER, tensors, context)
-    return {
-        "class": type(optimizer).__name__,
-        "groups": [_group_content(group, names, i) for i, group in enumerate(optimizer.param_groups)],
-        "values": values,
-        "own_dtype": own_dtype,
-    }
-
-
-def load_optimizer(
-    optimizer: torch.optim.Optimizer,
-    parameters: Iterable[tuple[str, torch.Tensor]],
-    directory: Path,
-    content: Mapping[str, Any],
-) -> None:
-    """Restore what `save_optimizer` wrote, so that the next update is bit for bit the same. Not a collective.
-
-    `content` is what `save_optimizer` returned. Options that select how updates are computed (foreach, fused,
-    capturable) do not change. Tensors that the optimizer has already are filled in place: new memory would cost more time than
-    reading. Raises CheckpointError if the optimizer, its parameter groups or a shape differ.
-    """
-    _check_kinds(content)
-    if content["class"] != type(optimizer).__name__:
-        raise CheckpointError(
-            f"the optimizer is {type(optimizer).__name__}, the checkpoint holds {content['class']}:"
-            f" use {content['class']} or start without the checkpoint"
-        )
-    names = _names(optimizer, parameters)
-    _check_groups(optimizer, names, content["groups"])
-    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        _restore_options(group, decode_state(saved["options"]))
-    stored, _ = read_tensors(directory / OPTIMIZER)
-    by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
-    if (key := next((key for key in stored if _of_slot(key)[0] not in by_name), None)) is not None:
-        raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")
-    own_dtype = frozenset(content["own_dtype"])
-    readers: list[Callable[[], None]] = []
-    before = _slots(optimizer)
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            for slot, value in content["values"].get(name, {}).items():
-                optimizer.state[parameter][slot] = decode_state(value)
-    for key, tensor in stored.items():
-        name, slot = _of_slot(key)
-        parameter, group = by_name[name]
-        own = before.get((id(parameter), slot))
-        dtype = _slot_dtype(tensor, parameter, key in own_dtype)
-        like = parameter if tensor.shape == parameter.shape else None
-        target = None if slot == "step" or like is None else _target(own, parameter, dtype)
-        reader = None if target is None else sharding.reader(tensor, target)
-        if reader is not None:
-            readers.append(reader)
-        else:
-            value = sharding.read(tensor, like)
-            target = _placed(value, parameter, group, slot, dtype) if target is None else target.copy_(value)
-        optimizer.state[parameter][slot] = target
-    try:
-        run_in_threads(readers)
-    except CheckpointError:
-        optimizer.state.clear()  # some of its tensors have no values
-        raise
-
-
-def scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a schedule's `state_dict` as exact JSON.
-
-    Functions in it are left out, because the script creates them again.
-
-    Raises CheckpointError that names an entry which is not plain data.
-    """
-    content: dict[str, Any] = encode_state(
-        _without_functions(scheduler.state_dict()), type(scheduler).__name__, encode_tensor
-    )
-    return content
-
-
-def load_scheduler_state(scheduler: Any, content: Mapping[str, Any]) -> None:
-    """Restore the result of `scheduler_state`."""
-    scheduler.load_state_dict(decode_state(dict(content)))
-
-
 def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the model's `state_dict` by plain names, with the model's own tensors.
 
@@ -369,124 +250,3 @@ def _check_tied(own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTens
             raise CheckpointError(
                 f"checkpoint from another model: {owner} and {name} are one tensor here, two in the checkpoint"
             )
-
-
-def _names(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, str]:
-    """Return the name of each of the optimizer's parameters, by id."""
-    names = {id(parameter): plain_name(name) for name, parameter in parameters}
-    others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
-    return names | {id(parameter): f"extra.{i}" for i, parameter in enumerate(others)}
-
-
-def _check_kinds(content: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if `content`, which comes from a file, was not written by `save_optimizer`."""
-    groups = content.get("groups")
-    is_whole = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
-    for name, kind in {"class": str, "values": dict, "own_dtype": list}.items():
-        is_whole = is_whole and isinstance(content.get(name), kind)
-    is_whole = is_whole and all(
-        isinstance(group.get("params"), list) and isinstance(group.get("options"), dict) for group in groups or ()
-    )
-    if not is_whole:
-        raise CheckpointError("the checkpoint's state.json does not hold an optimizer")
-
-
-def _slot_key(name: str, slot: Any) -> str:
-    if not isinstance(slot, str) or "." in slot:
-        raise CheckpointError(f"optimizer state of {name} has the slot {slot!r}: it must be a word without dots")
-    return f"state.{name}.{slot}"
-
-
-def _of_slot(key: str) -> tuple[str, str]:
-    """Return the name of the parameter and the slot of a stored tensor."""
-    name, _, slot = key.removeprefix("state.").rpartition(".")
-    return name, slot
-
-
-def _group_content(group: Mapping[str, Any], names: Mapping[int, str], index: int) -> dict[str, Any]:
-    options = {key: value for key, value in group.items() if key not in _OWN_OPTIONS}
-    return {
-        "params": [names[id(parameter)] for parameter in group["params"]],
-        "options": encode_state(_without_functions(options), f"parameter group {index}", encode_tensor),
-    }
-
-
-def _check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: list[Mapping[str, Any]]) -> None:
-    if len(optimizer.param_groups) != len(saved):
-        raise CheckpointError(
-            f"the optimizer has {len(optimizer.param_groups)} parameter groups, but the checkpoint has {len(saved)}"
-        )
-    for i, (group, content) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
-        here, there = {names[id(parameter)] for parameter in group["params"]}, set(content["params"])
-        if here != there:
-            name = min(here ^ there)
-            where = "here but not in the checkpoint" if name in here else "in the checkpoint but not here"
-            raise CheckpointError(
-                f"parameter group {i} holds {name} {where}: group the parameters as in the checkpoint"
-            )
-
-
-def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    for key, value in options.items():
-        own = group.get(key)
-        if isinstance(own, torch.Tensor):
-            own.copy_(torch.as_tensor(value))  # copy in place, because a compiled update refers to this tensor
-        else:
-            group[key] = value
-
-
-def _slot_dtype(stored: StoredTensor, parameter: torch.Tensor, keep_dtype: bool) -> torch.dtype:
-    """Return the element type that torch's `Optimizer.load_state_dict` would give a slot, but without losing precision."""
-    dtype = dtype_of(stored.dtype)
-    follows = dtype.is_floating_point and parameter.is_floating_point() and not keep_dtype
-    return parameter.dtype if follows else dtype
-
-
-def _target(own: torch.Tensor | None, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor for a slot of the parameter's shape: the optimizer's `own` if it has the form of a new one."""
-    if own is not None and _is_like(own, parameter, dtype):
-        return own
-    # with the parameter's strides, as fused and foreach updates prefer
-    return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-
-
-def _placed(
-    tensor: torch.Tensor, parameter: torch.Tensor, group: Mapping[str, Any], slot: str, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return the tensor of the slot `step`, or of one that has another shape than the parameter, where torch's
-    `Optimizer.load_state_dict` would place it."""
-    if slot == "step":
-        on_device = group.get("capturable") or group.get("fused")
-        return tensor.to(parameter.device if on_device else tensor.device, copy=True)
-    return tensor.to(device=parameter.device, dtype=dtype, copy=True)
-
-
-def _without_functions(state: Any) -> Any:
-    if type(state) is dict:
-        kept = {key: value for key, value in state.items() if not isinstance(value, types.FunctionType)}
-        return {key: _without_functions(value) for key, value in kept.items()}
-    return [_without_functions(item) for item in state] if type(state) is list else state
-
-
-def _slots(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], torch.Tensor]:
-    """Return the tensors of the optimizer by (id of the parameter, slot), without those that share memory with another."""
-    slots = {
-        (id(parameter), slot): value
-        for parameter, values in optimizer.state.items()
-        if isinstance(values, Mapping)
-        for slot, value in values.items()
-        if isinstance(value, torch.Tensor) and value.layout == torch.strided
-    }
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    users = Counter(sharding.local(tensor).data_ptr() for tensor in [*slots.values(), *parameters])
-    return {key: value for key, value in slots.items() if users[sharding.local(value).data_ptr()] == 1}
-
-
-def _is_like(own: torch.Tensor, parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether `own` is what `torch.empty_like(parameter, dtype=dtype)` would return."""
-    return (
-        not own.requires_grad
-        and sharding.is_sharded(own) == sharding.is_sharded(parameter)
-        and sharding.box(own) == sharding.box(parameter)
-        and (own.stride(), own.dtype, own.device) == (parameter.stride(), dtype, parameter.device)
-    )
