@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import resource
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -109,6 +111,21 @@ def test_no_page_loads_anything_from_a_network(site):
 
     assert len(pages) > 40
     assert {page.name: found for page in pages if (found := re.findall(LOADED, page.read_text()))} == {}
+
+
+def test_every_link_inside_the_site_leads_to_a_page_and_a_place_in_it(site):
+    places, wrong, count = {page: anchors(page) for page in pages_of(site)}, [], 0
+    for page in places:
+        for link in map(html.unescape, re.findall(r'\bhref="([^"]+)"', page.read_text())):
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            path, _, anchor = link.partition("#")
+            target = (page.parent / unquote(path.partition("?")[0])).resolve() if path else page
+            count += 1
+            if not target.exists() or (anchor and target in places and unquote(anchor) not in places[target]):
+                wrong.append(f"{page.name}: {link}")
+
+    assert count > 1000 and wrong == []
 
 
 WIDE = ("index", "how-to", "security", "reference/settings", "reference/trainer", "reference/command-line")
