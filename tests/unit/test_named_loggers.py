@@ -6,7 +6,6 @@ import csv
 import json
 import threading
 import types
-from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -112,9 +111,10 @@ def test_the_command_line_refuses_a_name_before_anything_starts(tmp_path):
 
 def test_an_installed_package_registers_a_logger(monkeypatch):
     Path("kept_logger.py").write_text("from distributed import Logger\nclass Kept(Logger):\n    pass\n")
+    Path("kept_logger-1.0.dist-info").mkdir()  # as pip installs it
+    Path("kept_logger-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: kept-logger\nVersion: 1.0\n")
+    Path("kept_logger-1.0.dist-info/entry_points.txt").write_text(f"[{plugins.GROUP}]\nkept = kept_logger:Kept\n")
     monkeypatch.syspath_prepend(Path.cwd())
-    entry = EntryPoint("kept", "kept_logger:Kept", plugins.GROUP)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == plugins.GROUP else [])
     run_dir = trained("kept")
     delivered = json.loads((run_dir / "loggers" / "kept.json").read_text())["delivered"]
     assert delivered == (run_dir / "loggers" / "kept.jsonl").stat().st_size > 0

@@ -5,16 +5,17 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+import matplotlib.figure
 import numpy
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
 from distributed import Callback, ResourceError, Trainer
-from distributed.loggers import Audio, Image, Table, Text, wandb
+from distributed.loggers import Audio, Figure, Image, Table, Text, wandb
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32, torch.arange(16) % 3)
-NAMES = ("sample", "words", "note", "tone")
+NAMES = ("sample", "words", "note", "tone", "curve")
 
 
 class Everything(Callback):
@@ -23,6 +24,7 @@ class Everything(Callback):
         self.context.log("words", Table(["word"], [("one",)]))
         self.context.log("note", Text("said"))
         self.context.log("tone", Audio(numpy.zeros(8), 8000))
+        self.context.log("curve", Figure(matplotlib.figure.Figure()))
 
 
 def records(run_dir):
@@ -71,8 +73,15 @@ def test_two_fits_are_one_offline_run(tmp_path, monkeypatch):
     assert [row["step"] for row in history if "loss" in row] == ["2", "4"]
     assert [row["step"] for row in history if "val_loss" in row] == ["4"]
     kinds = {name: row[f"{name}/_type"] for row in history for name in NAMES if f"{name}/_type" in row}
-    assert kinds == {"sample": '"image-file"', "words": '"table-file"', "note": '"html-file"', "tone": '"audio-file"'}
-    assert list(run_dir.glob("wandb/offline-run-*/files/media/images/*.png"))
+    assert kinds == {
+        "sample": '"image-file"',
+        "curve": '"image-file"',
+        "words": '"table-file"',
+        "note": '"html-file"',
+        "tone": '"audio-file"',
+    }
+    images = run_dir.glob("wandb/offline-run-*/files/media/images/*.png")
+    assert {path.name.partition("_")[0] for path in images} == {"sample", "curve"}
 
 
 def test_without_the_library_one_line_says_how_to_install_it(tmp_path, monkeypatch):
