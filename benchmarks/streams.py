@@ -32,7 +32,7 @@ from distributed.config.settings import DistributedConfig
 from distributed.state import DataRole, WorkerContext
 from goals import Goal, verdicts
 
-BATCH, WORLDS = 32, (1, 2, 4)
+BATCH, WORLDS = 32, (1, 2, 4, 8)
 RECORDS = [zlib.compress(numpy.random.RandomState(i).randint(0, 9, 8192, "uint8").tobytes()) for i in range(64)]
 
 

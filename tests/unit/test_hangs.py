@@ -5,19 +5,22 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import re
+import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
 
 import pytest
 
-from distributed.launching import hang_check
+from distributed.launching import hang_check, stacks
 from distributed.launching.causes import Failure
 from distributed.launching.hang_check import HangCheck
 from distributed.launching.hangs import HangWatch, Suspects, culprit
 from distributed.launching.heartbeat import Board, Heartbeat, Phase, Progress, progress_in
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import line_in_script, waits_in
+from distributed.launching.stacks import line_in_script, seen_from_outside, waits_in, why_silent
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -207,6 +210,26 @@ def test_stacks_are_read_as_python_writes_them():
     stacks = stacks_of(lambda dump: dump())
     assert not waits_in(stacks)
     assert line_in_script(stacks).startswith(f"{__file__}, line ") and line_in_script(stacks).endswith(", in <lambda>")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="py-spy may read the processes of others as root only")
+def test_py_spy_shows_where_a_stopped_process_is(tmp_path):
+    script = tmp_path / "stopped.py"
+    script.write_text(
+        "import os, signal\ndef stands_here():\n    os.kill(os.getpid(), signal.SIGSTOP)\nstands_here()\n"
+    )
+    with subprocess.Popen([sys.executable, str(script)]) as process:
+        try:
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert why_silent(process.pid) == "it is stopped (SIGSTOP)"
+            assert re.search(r"stands_here \(.*stopped\.py:3\)", seen_from_outside(process.pid))
+        finally:
+            process.kill()
+
+
+def test_without_py_spy_nothing_is_seen_from_outside(monkeypatch):
+    monkeypatch.setattr(stacks.shutil, "which", lambda *_, **__: None)
+    assert seen_from_outside(os.getpid()) == ""
 
 
 # ------------------------------------------------------------------ the check of an agent
