@@ -472,7 +472,7 @@ class Trainer:
 
     @property
     def is_main_process(self) -> bool:
-        """Return whether this process is rank 0, or the process that called `fit` and started workers."""
+        """Return whether this process is rank 0, or the process that called `fit` and started workers, on node 0 if there are several."""
         return self.setup.is_main_process
 
     @property

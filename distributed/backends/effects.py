@@ -87,7 +87,10 @@ OUR_LAUNCHER = of_launcher("workers that `train` or `fit` starts", getattr)
 OF_CLUSTER = of_launcher("a cluster that is joined", lambda request, name: request.launcher_options.get(name))
 SEVERAL_PROCESSES = Need("several processes", _unless("one process", lambda where: where.backend.plan.world_size > 1))
 NODES = Need("the number of nodes that the launcher started", lambda where, name: _of_nodes(where))
-SEVERAL_NODES = Need("several nodes", _unless("one node", lambda where: where.backend.plan.num_nodes > 1))
+SEVERAL_NODES = Need(
+    "several nodes",
+    _unless("one node", lambda where: where.backend.plan.num_nodes > 1 or where.backend.config.min_nodes is not None),
+)
 ELASTIC = Need(
     "num_nodes or nproc_per_node as MIN:MAX",
     _unless("the number of processes is fixed", lambda where: where.backend.config.is_elastic),

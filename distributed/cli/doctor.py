@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -54,7 +54,7 @@ if rank == 0:
 
 def doctor(
     num_nodes: Annotated[
-        int | None,
+        str | None,
         Option(metavar="N", help="number of nodes to check against each other", rich_help_panel=_NODES),
     ] = None,
     node_rank: Annotated[
@@ -77,14 +77,16 @@ def doctor(
         "num_nodes": num_nodes, "node_rank": node_rank, "master_addr": master_addr, "master_port": master_port,
         "start_timeout": start_timeout,
     }  # fmt: skip
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if not settings:
         show(examine(), "the default backends work on this machine", "not usable")
         return
-    if (num_nodes or 1) < 2:
+    if num_nodes is None or not num_nodes.isdigit() or int(num_nodes) < 2:
+        what = "" if num_nodes is None else f", not with --num-nodes {num_nodes}"
         raise ConfigError(
-            "doctor compares the nodes of a job with --num-nodes 2 or more: add it, or drop the other flags"
+            f"doctor compares the nodes of a job with --num-nodes 2 or more{what}: give their number, or drop the other flags"
         )
+    settings["num_nodes"] = int(num_nodes)
     from distributed.cli.doctor_nodes import examine_nodes
 
     show(examine_nodes(settings), "the nodes agree", "wrong")

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from distributed.config.cores import num_cores
 from distributed.config.registry import REGISTRY, versions_of
-from distributed.launching.listening import reachable_address
+from distributed.launching.listening import is_loopback, reachable_address
 from distributed.launching.nodes import interface_of
 
 _PINGS = 20
@@ -64,12 +64,22 @@ def _facts() -> dict[str, Any]:
         versions["CUDA of torch"] = str(torch.version.cuda)
         versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    address = reachable_address(os.environ["MASTER_ADDR"])
+    address = _own_address()
     interface = os.environ.get("GLOO_SOCKET_IFNAME") or interface_of(address)
     return {
         "name": socket.gethostname(), "address": address, "interface": interface, "cores": num_cores(), "gpus": gpus,
         "versions": versions,
     }  # fmt: skip
+
+
+def _own_address() -> str:
+    """Return the address at which the other nodes reach this one.
+
+    On node 0, the name of the host may lead to a loopback address, so the node takes the route to another one.
+    """
+    mine = reachable_address(os.environ["MASTER_ADDR"])
+    others = [other for other in _gathered(mine) if not is_loopback(other)]
+    return reachable_address(others[0]) if is_loopback(mine) and others else mine
 
 
 def _clock_offsets(rank: int, world_size: int) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Mapping
 
 from distributed.config.gpus import visible_gpus
@@ -213,6 +214,8 @@ def check_nodes(merged: MergedConfig, plan: ProcessPlan) -> None:
         raise ConfigError(
             f"num_nodes={plan.num_nodes} needs the address of node 0 on every node: set master_addr (--master-addr HOST)"
         )
+    if is_for_us and (found := re.fullmatch(r"([^\[\]:]+):(\d+)", merged.config.master_addr)):
+        raise ConfigError(f"master_addr={found[0]!r} has a port: set master_addr={found[1]} and master_port={found[2]}")
     if merged.config.min_nodes not in (None, plan.num_nodes) and not merged.config.max_restarts:
         raise ConfigError(
             "max_restarts=0 ends the run when a node is lost: set max_restarts=1 or more, or a fixed num_nodes"

@@ -469,6 +469,14 @@ def _range(name: str, value: Any) -> tuple[int, int] | None:
     return low, high
 
 
+def _check_one_value(given: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a setting is given by its name and by an alias, with two values."""
+    values = {raw.replace("-", "_"): value for raw, value in given.items()}
+    for alias, name in [*ALIASES.items(), ("rdzv_endpoint", "master_addr"), ("rdzv_endpoint", "master_port")]:
+        if alias in values and name in values and values[alias] != values[name]:
+            raise ConfigError(f"{alias}={values[alias]} and {name}={values[name]} set the same: drop one of them")
+
+
 def canonical(
     given: Mapping[str, Any], flat: Iterable[str] = (), written: Written = in_code
 ) -> tuple[dict[str, Any], list[str]]:
@@ -484,6 +492,7 @@ def canonical(
     """
     out: dict[str, Any] = {}
     notices: list[str] = []
+    _check_one_value(given)
     for raw, value in given.items():
         name = raw.replace("-", "_")
         if name == "world_size":

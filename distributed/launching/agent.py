@@ -356,6 +356,8 @@ def _run_to_the_end(
         request = rendezvous.request
         if request.node_rank > 0:
             RunDirectory(request.run_dir).prove_part(f"node {request.node_rank} of a run of {request.master_addr}")
+            text = f"this is node {request.node_rank}: its part of the run is in {request.run_dir}, and node 0 shows the run"
+            display.handle({"kind": "notice", "text": text})
         write_line(request.run_dir_fd, request.run_dir)
         spec = WorkerSpec(
             role="default", local_world_size=request.nproc_per_node, rdzv_handler=rendezvous,

@@ -81,6 +81,11 @@ class Failure:
         return f"{rank} exited with code {self.exit_code}"
 
 
+def says_that_another_rank_has_ended(error: BaseException) -> bool:
+    """Return whether the error of this process is only the consequence of the end of another rank."""
+    return Failure(0, "exception", 0.0, type=type(error).__name__, message=str(error)).is_consequence
+
+
 def root_cause(failures: Iterable[Failure]) -> Failure:
     """Return the failure that most likely caused the others: the earliest one of those with the lowest `weight`."""
     return min(failures, key=lambda failure: (failure.weight, failure.time))

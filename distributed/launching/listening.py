@@ -47,6 +47,12 @@ def may_listen_at(host: str, port: int) -> bool:
     return True
 
 
+def is_own_host(host: str) -> bool:
+    """Return whether `host` is this machine. Raises OSError if `host` is not known."""
+    found, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0]
+    return _is_of_this_machine(found, where)
+
+
 def is_loopback(address: str) -> bool:
     """Return whether `address` belongs to the loopback interface."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback

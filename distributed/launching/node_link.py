@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.errors import TrainingError
-from distributed.launching.listening import is_loopback
+from distributed.launching.listening import is_loopback, reachable_address
+from distributed.launching.node_rounds import SHOWN_AFTER_S
 from distributed.launching.node_server import BEAT_S, LOST_AFTER_S, seals
 from distributed.launching.seal import LINE_BYTES, Seal, SealedConnection
 from distributed.launching.sealed_listener import HELLO
@@ -23,7 +24,6 @@ _ANSWER_S = 5.0  # seconds for the server to answer the first line
 _REFUSED_S = 3.0  # seconds of refused connections after which the launcher of node 0 counts as ended
 _MOST_REFUSALS = 3  # refusals of this node's first line after which the secrets are reported to differ
 _MOST_SILENCES = 3  # attempts without an answer after which a listener on this machine is reported as another program
-_SHOWN_AFTER_S = 3.0  # seconds of waiting for node 0 before a line is shown
 _NO_NODE_0 = "the nodes do not have the same DISTRIBUTED_TOKEN (set the same one on all nodes), or another program listens at that port"
 _COUNT_DOWN_S = 30.0  # seconds between two lines with the time that is left for a lost node to come back
 
@@ -74,6 +74,13 @@ class Round:
             ) from None
 
 
+def _is_here(host: str) -> bool:
+    """Return whether `host` is a name or an address of this machine alone."""
+    with contextlib.suppress(OSError):
+        return is_loopback(reachable_address(host))
+    return False
+
+
 class NodeLink:
     """Keep this node connected to the server on node 0. A thread sends heartbeats, reads messages and reconnects.
 
@@ -122,11 +129,12 @@ class NodeLink:
                 self._open(deadline)
                 self._read_until(lambda: bool(self.welcome), deadline)
             except OSError as error:
+                self._disconnect()
                 num_refusals += isinstance(error, _SecretError)
                 num_silences += isinstance(error, _SilenceError)
-                if not is_shown and time.monotonic() - begin > _SHOWN_AFTER_S:
+                if not is_shown and time.monotonic() - begin > SHOWN_AFTER_S:
                     is_shown = True
-                    where = f"{self._where[0]}:{self._where[1]}"
+                    where = f"{self._where[0]}:{self._where[1]}{', which is this machine' * _is_here(self._where[0])}"
                     text = f"waiting {seconds:g} s for node 0 at {where} (start_timeout)"
                     self._on_event({"kind": "notice", "text": text})
                 if num_silences == _MOST_SILENCES and self._rank is None:
@@ -239,10 +247,7 @@ class NodeLink:
 
     def _reconnect(self, error: OSError) -> None:
         """Connect again, as long as node 0 may come back."""
-        with self._changed:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection = None
+        self._disconnect()
         begin, refused, is_shown = time.monotonic(), None, False
         while not self._is_closed and self._own is None:
             now = time.monotonic()
@@ -273,6 +278,12 @@ class NodeLink:
         with self._changed:
             self._end = self._end or end
             self._changed.notify_all()
+
+    def _disconnect(self) -> None:
+        with self._changed:
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None
 
     def _open(self, deadline: float) -> None:
         """Open a connection and prove the secret. Raises OSError."""

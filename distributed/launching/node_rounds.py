@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from distributed.launching.seal import SealedConnection
 from distributed.state import OnEvent
 
+SHOWN_AFTER_S = 3.0  # seconds of waiting for other nodes at the start before a line is shown
 _LAST_CALL_S = 10.0  # seconds for more nodes to join the first round once `min_nodes` have joined
 _LEAVING_S = 2.0  # seconds for the other nodes to report how their workers ended, after a node has left on SIGTERM
 _TOO_LATE = {"op": "end", "why": "the run has ended before this node could take part", "rank": None, "code": 0}
@@ -47,6 +49,10 @@ def name_of(about: Mapping[str, Any]) -> str:
     return f"{about['name']}, {about['address']}" if about.get("address") else str(about["name"])
 
 
+def _nodes(ranks: Sequence[int]) -> str:
+    return f"node{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
 class Rounds:
     """Decide when a round begins, and tell the nodes when one of them is lost or has failed.
 
@@ -69,6 +75,7 @@ class Rounds:
         self.members: dict[int, Member] = {}  # the nodes that have joined, by node rank
         self._round = 0
         self._deadline = time.monotonic() + start_timeout
+        self._shown_at = time.monotonic() + SHOWN_AFTER_S  # when a line says which nodes are waited for
         self._last_call: float | None = None  # when the first round begins without all nodes
         self._taking_part: dict[int, str] = {}  # the nodes of the last round: node rank -> id of the launcher
         self._has_lost = False  # whether one of them was lost since
@@ -163,8 +170,11 @@ class Rounds:
             if missing and now > self._last_call:
                 self._begin_round_if_complete()
         elif self._round == 0 and missing and now > self._deadline:
-            which = f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            self._finish(f"{which} did not join within {self._start_timeout:g} s (start_timeout)", missing[0])
+            self._finish(f"{_nodes(missing)} did not join within {self._start_timeout:g} s (start_timeout)", missing[0])
+        elif self._round == 0 and missing and now > self._shown_at:
+            self._shown_at = math.inf
+            text = f"waiting {self._start_timeout:g} s for {_nodes(missing)} (start_timeout)"
+            self._on_event({"kind": "notice", "text": text})
         if self._may_begin_without(missing):
             self._lost.clear()
         for rank, (name, deadline) in list(self._lost.items()):
@@ -220,7 +230,8 @@ class Rounds:
         if rank == 0 or not isinstance(failure, dict) or self._failures.get(rank) == failure:
             return
         self._failures[rank] = failure
-        self._on_event({"kind": "warning", "text": str(failure["cause"])})
+        text = ": ".join(str(failure[name]) for name in ("cause", "then") if failure.get(name))
+        self._on_event({"kind": "warning", "text": text})
         facts: dict[str, Any] = {name: str(failure[name]) for name in _FACTS if name in failure}
         facts |= {name: int(failure[name]) for name in _NUMBERS if name in failure}
         about = {"rank": int(failure["rank"]), "node": rank, "cause": str(failure["cause"]), **facts}

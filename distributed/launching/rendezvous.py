@@ -5,6 +5,7 @@ Data that came over a socket is never unpickled. With a single node, there is no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from distributed.config.registry import versions_of
 from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
-from distributed.launching.listening import listen_at
+from distributed.launching.listening import is_own_host, listen_at
 from distributed.launching.node_link import NodeLink, NodesEndedError, Round
 from distributed.launching.node_server import NodeServer
 from distributed.launching.nodes import Node, numbered, this_node
@@ -137,6 +138,14 @@ class OneNode(RendezvousHandler):
         """Tell the other nodes how the workers of this one ended, and wait for theirs if `waits`, as `NodeLink.finish` does."""
 
 
+def _warn_of_another_host(host: str, on_event: OnEvent) -> None:
+    """Show a warning if `host`, at which the other nodes look for node 0, is not this machine, which is node 0."""
+    with contextlib.suppress(OSError):
+        if not is_own_host(host):
+            text = f"this is node 0, and {host} (master_addr) is no address of this machine: the other nodes wait there, unless it leads here"
+            on_event({"kind": "warning", "text": text})
+
+
 class ManyNodes(OneNode):
     """The rendezvous of several nodes, through the server on node 0.
 
@@ -150,6 +159,7 @@ class ManyNodes(OneNode):
         about = _about(request)
         own = None
         if request.node_rank == 0:
+            _warn_of_another_host(request.master_addr, on_event)
             welcome: dict[str, Any] = {"run_dir": request.run_dir, "resume": request.resume, "run_id": self._run_id}
             self._server = NodeServer(
                 _listener(request), secret, about, welcome, start_timeout=request.start_timeout,

@@ -87,9 +87,11 @@ class Result:
         }
         write_result(self._run.path / "result.json", content | ({} if error is None else {"error": error}))
 
-    def write_failed(self, state: TrainState, checkpoint: Path | None, error: BaseException) -> None:
-        """Write the result of a run that ended with `error`."""
-        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    def write_failed(
+        self, state: TrainState, checkpoint: Path | None, error: BaseException, *, is_decided: bool = True
+    ) -> None:
+        """Write the result of a run that ended with `error`. Unless `is_decided`, the launcher decides whether it goes on."""
+        status = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed" if is_decided else "running"
         self.write(status, state, checkpoint, one_line(error))
 
 

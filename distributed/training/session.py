@@ -31,6 +31,7 @@ from distributed.config.plan import BatchPlan, in_effect, plan_batch
 from distributed.config.registry import backend_entry, hint_of
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
+from distributed.launching.causes import says_that_another_rank_has_ended
 from distributed.launching.epochs import Caller, Epochs
 from distributed.launching.exposure import launcher_warnings
 from distributed.launching.heartbeat import Phase, heartbeat
@@ -348,7 +349,8 @@ class FitSession:
         fit.stop_clock()
         if link() is None and UPLOAD_FAILED not in str(error) and (problem := fit.store.finish_uploads()):
             self._reporter({"kind": "warning", "text": problem})  # with our launcher, the launcher does this
-        fit.result.write_failed(fit.state, self.checkpoint, error)
+        is_decided = link() is None or not says_that_another_rank_has_ended(error)
+        fit.result.write_failed(fit.state, self.checkpoint, error, is_decided=is_decided)
         ending.write_report(fit, self.context, self._reporter)
         _close_all(fit.callbacks)
 

@@ -138,8 +138,8 @@ class Setup:
 
     @property
     def is_main_process(self) -> bool:
-        """Return whether this is rank 0, or the process that called `fit`."""
-        return self.worker is None or self.worker.rank == 0
+        """Return whether this is rank 0, or the process that called `fit` on node 0."""
+        return self.merged.config.node_rank == 0 if self.worker is None else self.worker.rank == 0
 
     @property
     def is_elastic(self) -> bool:

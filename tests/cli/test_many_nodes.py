@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from distributed.errors import ConfigError
-from distributed.runs.listing import list_runs
+from distributed.runs.listing import list_runs, read_state_of
 from tests.conftest import Finished, Started, describe, needs_backend, patient, poll
 from tests.machines import Machines, other_version
 
@@ -93,6 +93,7 @@ for num_fits in map(int, os.environ["NUM_FITS"].split()):
     for fit in range(num_fits):
         history = trainer.fit(data)
         weights = b"".join(each.tobytes() for each in weights_of(trainer.model)).hex()
+        print("main:", trainer.is_main_process)
         print("result:", history.rows[-1]["epoch"], history.rows[-1]["step"], history.rows[-1]["loss"], weights)
 """
 
@@ -324,6 +325,7 @@ def test_fit_in_code_trains_on_both_nodes_and_gives_both_callers_the_weights(
     assert len(expected) == sum(num_fits)
     for each in ended:
         assert [line for line in each.stdout.splitlines() if line.startswith("result:")] == expected, each.output
+    assert [set(re.findall(r"main: (\w+)", each.stdout)) for each in ended] == [{"True"}, {"False"}]
     names = [{path.name for path in home.glob("runs/*")} for home in machines.homes]
     assert len(names[1]) == 1 and names[1] < names[0]
 
@@ -479,6 +481,8 @@ def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
     os.kill(killed.pid, signal.SIGKILL)
     poll(lambda: "waiting 120 s for it or its replacement" in job.text(0), 20, lambda: job.text(0))
     assert "node 1 (node1, 10.99.0.2) has ended" in job.text(0)
+    (run,) = job.machines.homes[0].glob("runs/*")
+    assert read_state_of(run).status == "running"  # although its own worker has lost the connection
     poll(lambda: not killed.alive(), 10, lambda: describe(killed.alive()))
     job.nodes[1] = job.begin(1)
     poll(lambda: "node 1 (node1, 10.99.0.2) has joined again" in job.text(0), 60, lambda: job.text(0))
@@ -500,7 +504,6 @@ def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
     lost, delayed = ([count(each) for each in (0, 1)] for count in (job.machines.num_lost, job.machines.num_delayed))
     assert min(lost) > 5 and max(delayed) > 5, (lost, delayed)  # packets
     if backend == "fsdp":  # the logs of the other nodes came through the directory of the checkpoints
-        (run,) = job.machines.homes[0].glob("runs/*")
         for node in range(1, count):
             (own,) = job.machines.homes[node].glob(f"runs/*/logs/rank-{node}.log")
             assert (run / f"logs/node-{node}/rank-{node}.log").read_text() == own.read_text()

@@ -150,6 +150,9 @@ WRONG = [
     ([*HERE, "--run-dir", "."], 2, "run directory '.' is not empty"),
     ([*HERE, "--num-gpus", "6", "--num-nodes", "2", "--gpus-per-node", "4"], 2, "set num_gpus=8 or drop it"),
     ([*HERE, "--num-gpus", "64"], 3, "use --num-gpus 0 --nproc-per-node 64 for CPU processes with gloo"),
+    ([*HERE, "--num-nodes", "2", "--master-addr", "a:1", "--run-dir", "new"], 2, "master_addr='a:1' has a port: set master_addr=a and master_port=1"),
+    ([*HERE, "--num-nodes", "2", "--nnodes", "1"], 2, "nnodes=1 and num_nodes=2 set the same: drop one of them"),
+    ([*HERE, "--rdzv-endpoint", "a:1", "--master-addr", "b"], 2, "rdzv_endpoint=a:1 and master_addr=b set the same: drop one of them"),
     ([*HERE, "--num-nodes", "2", "--run-dir", "new"], 2, "num_nodes=2 needs the address of node 0 on every node: set master_addr"),
     ([*HERE, "--batch-size", "4", "--global-batch-size", "9"], 2, "global_batch_size=9 is not a multiple"),
 ]  # fmt: skip

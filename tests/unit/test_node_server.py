@@ -130,6 +130,15 @@ def test_a_round_begins_when_all_nodes_have_joined_and_tells_them_what_node_0_of
     assert rounds[0].offer == "offer of 0"
 
 
+def test_node_0_says_for_which_nodes_it_waits(make: Callable[..., Nodes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_rounds, "SHOWN_AFTER_S", 0.1)
+    nodes = make(4)
+    nodes.connected(2)
+    until(lambda: any(line.startswith("notice: waiting ") for line in nodes.shown))
+    (line,) = (line for line in nodes.shown if line.startswith("notice: waiting "))
+    assert line.endswith(" s for nodes 1, 3 (start_timeout)")
+
+
 def test_a_node_that_wants_another_round_lets_the_others_know(make: Callable[..., Nodes]) -> None:
     nodes = make(2)
     one = nodes.connected(1)
@@ -462,6 +471,7 @@ def test_node_0_shows_and_records_the_failed_workers_of_the_others_once(make: Ca
     one = nodes.connected(1)
     nodes.begin(nodes.zero, one)
     failure = {"time": 1.5, "rank": 3, "node": 1, "cause": "rank 3 on node 1 (node1) was killed by signal 9 (SIGKILL)"}
+    failure["then"] = "restarting (1 of 3)"
     for _ in range(2):  # in the second round nothing else has failed
         futures = [
             nodes.pool.submit(one.join, None, lambda: False, failure),
@@ -471,7 +481,7 @@ def test_node_0_shows_and_records_the_failed_workers_of_the_others_once(make: Ca
 
     del failure["time"]  # it only tells whether node 1 has written the event into the same journal
     assert nodes.recorded == [{"event": "worker_failed", **failure}]
-    assert nodes.shown.count(f"warning: {failure['cause']}") == 1
+    assert nodes.shown.count(f"warning: {failure['cause']}: restarting (1 of 3)") == 1
 
 
 def waiting(nodes: Nodes, rank: int | None, number: int = 1) -> tuple[NodeLink, Future[Round | None], list[bool]]:
@@ -690,7 +700,7 @@ def test_a_new_node_gets_the_number_of_a_silent_one_last(
 
 def test_a_node_without_a_number_names_the_program_that_has_taken_the_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_link, "_ANSWER_S", 0.2)
-    monkeypatch.setattr(node_link, "_SHOWN_AFTER_S", 0.1)
+    monkeypatch.setattr(node_link, "SHOWN_AFTER_S", 0.1)
     shown: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as taken:
         where = taken.getsockname()
@@ -703,7 +713,7 @@ def test_a_node_without_a_number_names_the_program_that_has_taken_the_port(monke
         ):
             link.connect(60)
     assert time.monotonic() - begin < 10
-    assert shown == [f"waiting 60 s for node 0 at 127.0.0.1:{where[1]} (start_timeout)"]
+    assert shown == [f"waiting 60 s for node 0 at 127.0.0.1:{where[1]}, which is this machine (start_timeout)"]
 
 
 def test_nodes_whose_workers_save_for_a_regroup_are_not_told_to_stop_them(

@@ -95,6 +95,20 @@ def test_a_port_that_is_taken_is_named() -> None:
             ManyNodes(request, silent)
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_node_0_warns_if_the_others_look_for_it_on_another_machine(
+    monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
+    (request, _) = requests(2)
+    shown: list[Any] = []
+    monkeypatch.setattr(rendezvous, "is_own_host", lambda host: is_own)
+    ManyNodes(request, shown.append).shutdown()
+    warned = [event["text"] for event in shown if event["kind"] == "warning"]
+    assert [text.startswith("this is node 0, and 127.0.0.1 (master_addr) is no address") for text in warned] == [
+        True
+    ] * (not is_own)
+
+
 @pytest.mark.parametrize("content", [{"name": "a", "listens_at": 5}, {"name": "a", "address": []}])
 def test_a_node_that_describes_itself_in_another_form_is_refused(content: dict[str, Any]) -> None:
     with pytest.raises(TypeError):
