@@ -43,11 +43,13 @@ def box(tensor: torch.Tensor) -> Box:
     sharded = _dtensor(tensor)
     if sharded is None:
         return (0,) * tensor.dim(), tuple(tensor.shape)
-    return _box(sharded.shape, sharded.device_mesh, sharded.placements)
+    mesh = sharded.device_mesh
+    return _box(sharded.shape, mesh, tuple(mesh.get_coordinate() or ()), sharded.placements)
 
 
-@functools.lru_cache(maxsize=1024)  # weights and their moments have the same boxes
-def _box(shape: torch.Size, mesh: Any, placements: tuple[Any, ...]) -> Box:
+@functools.lru_cache(maxsize=256)  # weights and their moments have the same boxes
+def _box(shape: torch.Size, mesh: Any, coordinate: tuple[int, ...], placements: tuple[Any, ...]) -> Box:
+    """Return what `box` does. `coordinate` is the place of this rank in `mesh`, which two equal meshes need not share."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     part, start = compute_local_shape_and_global_offset(shape, mesh, placements)
