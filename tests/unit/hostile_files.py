@@ -197,9 +197,9 @@ SWEEP = f'{{"metric": "loss", "mode": "min", "trials": [{TRIAL}]}}'
 
 # Name -> (function that writes and reads the file in an empty directory, what the message says).
 CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "manifest: bytes 1e999": (_in_manifest('"bytes": 112', '"bytes": 1e999'), "manifest.json has the number 1e999"),
-    "manifest: infinite bytes": (_in_manifest('"bytes": 112', '"bytes": Infinity'), "bytes=inf, which is not a whole number"),
-    "manifest: negative bytes": (_in_manifest('"bytes": 112', '"bytes": -1'), "bytes=-1"),
+    "manifest: bytes 1e999": (_in_manifest('"bytes": 136', '"bytes": 1e999'), "manifest.json has the number 1e999"),
+    "manifest: infinite bytes": (_in_manifest('"bytes": 136', '"bytes": Infinity'), "bytes=inf, which is not a whole number"),
+    "manifest: negative bytes": (_in_manifest('"bytes": 136', '"bytes": -1'), "bytes=-1"),
     "manifest: 400 digits": (_in_manifest('_value": 0.5', '_value": ' + "9" * 400), "manifest.json has a number of 400 digits"),
     "manifest: 5000 digits": (_in_manifest('_value": 0.5', '_value": ' + "9" * 5000), "manifest.json has a number of 5000 digits"),
     "manifest: negative step": (_in_manifest('"step": 4', '"step": -4'), "manifest.json has step=-4"),
