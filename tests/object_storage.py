@@ -160,6 +160,13 @@ class S3Server:
 
 
 @contextlib.contextmanager
+def silent_server() -> Iterator[str]:
+    """Listen on loopback, accept connections, and never answer. Yields the URL."""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextlib.contextmanager
 def s3_server() -> Iterator[S3Server]:
     """Run a server with an empty bucket named `BUCKET`."""
     with S3Server() as server:

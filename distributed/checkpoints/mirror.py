@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from distributed.checkpoints.directory import CheckpointDirectory, kept, stage_of
+from distributed.checkpoints.durable import size_text
 from distributed.checkpoints.manifest import (
     MANIFEST,
     CheckpointInfo,
@@ -31,6 +32,7 @@ from distributed.errors import CheckpointError
 # Name of a checkpoint in the storage. A later checkpoint of the same step has the number of its save appended.
 _NAME = re.compile(r"step-(\d{8,})(\.\d+)?")
 UPLOAD_FAILED = "checkpoints could not be uploaded to"  # begins the message of uploads that failed
+_PATIENT_S = 3.0  # until `drain` says what it waits for
 _AGAIN_S = 60.0  # seconds until a failed upload is tried again; a new save starts the attempt earlier
 
 
@@ -56,6 +58,7 @@ class Mirror:
         keep_latest_k: the number of newest checkpoints to keep in the storage.
         keep_best: whether to keep the one with the best monitor value too.
         warn: called with one line of text for each problem. It is also called from the thread.
+        tell: called with one line of text if `drain` has to wait.
         on_upload: called from the thread after each upload.
         copy_run: copies the other files of the run. Called from the thread before each checkpoint becomes visible in the storage,
             so that these files are never older than the checkpoint. Also called when no checkpoint is left to upload. It may
@@ -70,16 +73,17 @@ class Mirror:
         keep_latest_k: int,
         keep_best: bool,
         warn: Callable[[str], None],
+        tell: Callable[[str], None] = lambda text: None,
         on_upload: Callable[[Upload], None] = lambda upload: None,
         copy_run: Callable[[], None] = lambda: None,
     ) -> None:
         self._objects, self._files = objects, files
         self._keep_latest_k, self._keep_best = keep_latest_k, keep_best
-        self._warn, self._on_upload, self._copy_run = warn, on_upload, copy_run
+        self._warn, self._tell, self._on_upload, self._copy_run = warn, tell, on_upload, copy_run
         self._changed = threading.Condition()  # guards the fields below and the removal of local checkpoints
         self._stored: dict[str, CheckpointInfo] | None = None  # checkpoints of the storage, by their names there
         self._has_uploaded = False  # nothing is removed from the storage before the first upload
-        self._busy = ""  # local name of the checkpoint that is being uploaded
+        self._busy, self._busy_bytes = "", 0  # local name and size of the checkpoint that is being uploaded
         self._wanted = self._tried = self._done = 0  # numbers of requests: made, attempted, fulfilled
         self._problem = ""  # why the last attempt failed
         self._is_leaving = False  # whether the thread is to end once all requests were attempted
@@ -169,7 +173,10 @@ class Mirror:
         with self._changed:
             self._is_leaving = True
             number = self.notify()
-            self._changed.wait_for(lambda: self._thread is None)
+            if not self._changed.wait_for(lambda: self._thread is None, _PATIENT_S):
+                what = f"of {self._busy} ({size_text(self._busy_bytes)})" if self._busy else "of the last files"
+                self._tell(f"waiting for the upload {what} to {self.address}")
+                self._changed.wait_for(lambda: self._thread is None)
             self._is_leaving = False
             return "" if self._done >= number else self._problem
 
@@ -222,6 +229,7 @@ class Mirror:
             keep = self._kept([*stored, *missing])
             chosen = max((info for info in missing if info in keep), key=lambda info: info.sort_key, default=None)
             self._busy = "" if chosen is None else chosen.path.name
+            self._busy_bytes = 0 if chosen is None or chosen.manifest is None else chosen.manifest.total_bytes
             return chosen
 
     def _upload(self, info: CheckpointInfo) -> None:
@@ -337,7 +345,8 @@ def fetch_newest(address: str, into: Path) -> Path:
         into: a directory, which is created.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is damaged, or the storage refuses access. No other checkpoint is used instead.
+        CheckpointError: there is no checkpoint, or it is damaged. No other checkpoint is used instead.
+        ConfigError: the storage refuses access.
         ResourceError: the storage does not answer.
     """
     objects = Objects(address)
@@ -361,7 +370,7 @@ def fetch_newest(address: str, into: Path) -> Path:
     except CheckpointError as error:
         raise CheckpointError(str(error).replace(str(into), address)) from None
     except OSError as error:
-        raise unusable(f"{address} cannot be read: {error}", error, CheckpointError) from None
+        raise unusable(f"{address} cannot be read: {error}", error) from None
     return path
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib
+import logging
+import math
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -22,6 +26,10 @@ T = TypeVar("T")
 
 TRIES = 5  # attempts at one request
 _FIRST_PAUSE_S = 0.5  # before the second attempt; each further pause is twice as long
+_CONNECT_S, _READ_S = 5.0, 30.0  # until a server that does not accept a connection, or sends nothing, fails a request
+_LEAST_BYTES_PER_S = 16 << 10  # an upload that takes `_READ_S` longer than at this rate fails
+_PROBE_S = 25.0  # until `probe` fails, all its attempts together
+_PATIENT_S = 3.0  # until `probe` says that it waits
 _MAX_WORDS = 300  # characters of a server's message that are shown
 _PART_BYTES = 16 << 20  # a file of at least twice this size is uploaded to S3 in parts
 _MAX_PARTS = 10_000  # largest number of parts that S3 accepts
@@ -33,7 +41,7 @@ _FINAL = re.compile(
 )
 _OPTIONS: Mapping[str, Mapping[str, Any]] = {
     # One attempt inside the library, because this module repeats requests itself.
-    "s3": {"config_kwargs": {"retries": {"max_attempts": 0}, "connect_timeout": 5, "read_timeout": 30}},
+    "s3": {"config_kwargs": {"retries": {"max_attempts": 0}, "connect_timeout": _CONNECT_S, "read_timeout": _READ_S}},
     "file": {"auto_mkdir": True},
 }
 # Classes of the errors that the libraries raise, besides OSError.
@@ -79,15 +87,22 @@ class Objects:
     pause: Callable[[float], bool | None] = time.sleep
     _system: Any = None
     _errors: tuple[type[BaseException], ...] = ()
+    _until: float = math.inf  # when `probe` gives up
 
-    def probe(self, name: str) -> None:
-        """Write a small file, read it and remove it.
+    def probe(self, name: str, say: Callable[[str], None] = lambda text: None) -> None:
+        """Write a small file, read it and remove it. Call `say` with one line, from a thread, if the storage is slow to answer.
 
         If one of these fails, raises an error that names the setting `name`: ResourceError if the storage does not answer,
         ConfigError if it refuses.
         """
         probe = f".probe-{secrets.token_hex(8)}"
         doing = "written"
+        waiting = threading.Timer(
+            _PATIENT_S, say, [f"waiting for an answer from {self.address} (at most {_PROBE_S:g} s)"]
+        )
+        waiting.daemon = True
+        waiting.start()
+        self._until = time.monotonic() + _PROBE_S
         try:
             self.write(probe, b"probe")
             doing = "listed"
@@ -95,19 +110,28 @@ class Objects:
             doing = "removed from"
             self.remove([probe])
         except StorageError as error:
-            text = f"{name}={self.address!r} cannot be {doing}: {error.words}: check the address, the credentials, their permissions and the quota"
+            what = (
+                "the credentials, their permissions and the quota"
+                if error.is_final
+                else "the network, or try again later"
+            )
+            words = error.words.replace(f"/{probe}", "").rstrip(".")
+            text = f"{name}={self.address!r} cannot be {doing}: {words}: check the address, {what}"
             raise unusable(text, error) from None
+        finally:
+            self._until = math.inf
+            waiting.cancel()
 
     def sizes(self, folder: str = "") -> dict[str, int]:
         """Return the bytes of every file below `folder`, by its name relative to the address."""
         root = self._path(folder).rstrip("/")
-        found = self._try(lambda system: system.find(root, detail=True))
+        found = self._try(lambda system: system.find(root, detail=True, **self._limit()))
         start = len(self._root) + 1
         return {path[start:]: int(info["size"]) for path, info in found.items() if info["type"] == "file"}
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file."""
-        content: bytes = self._try(lambda system: system.cat_file(self._path(name)))
+        content: bytes = self._try(lambda system: system.cat_file(self._path(name), **self._limit()))
         return content
 
     def get(self, name: str, target: Path) -> None:
@@ -130,7 +154,7 @@ class Objects:
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, one after the other in this order."""
         for name in names:
-            self._try(lambda system: _remove(system, self._path(name)))  # noqa: B023
+            self._try(lambda system: _remove(system, self._path(name), **self._limit()))  # noqa: B023
             if scheme_of(self.address) == "file":
                 self._remove_empty(Path(self._path(name)).parent)
 
@@ -152,7 +176,7 @@ class Objects:
     def _put(self, system: Any, source: Path, name: str) -> None:
         parts = {"chunksize": _part_bytes(source)} if scheme_of(self.address) == "s3" else {}
         with self._arriving(name) as path:
-            system.put_file(str(source), path, **parts)
+            system.put_file(str(source), path, **parts, **self._limit(source.stat().st_size))
             info = system.info(path)
             if int(info["size"]) != source.stat().st_size:
                 raise OSError(f"{name} has {info['size']} bytes after the upload, {source.stat().st_size} were sent")
@@ -164,8 +188,8 @@ class Objects:
 
     def _write(self, system: Any, name: str, content: bytes) -> None:
         with self._arriving(name) as path:
-            system.pipe_file(path, content)
-            if system.cat_file(path) != content:
+            system.pipe_file(path, content, **self._limit(len(content)))
+            if system.cat_file(path, **self._limit()) != content:
                 raise OSError(f"{name} does not have the content that was sent")
 
     @contextlib.contextmanager
@@ -179,14 +203,25 @@ class Objects:
         yield (staged := f"{folder}/.{file}.part")
         Path(staged).replace(path)
 
+    def _limit(self, num_bytes: int | None = None) -> dict[str, float]:
+        """Return the argument with the time limit of one call of fsspec, which uploads `num_bytes` or nothing.
+
+        Without an upload, `_READ_S` ends a silent request. Workaround (aiohttp 3.14, no upstream issue known; may go when aiohttp has
+        a time limit for this): a request that uploads waits for ever if the server does not read, or does not confirm the headers.
+        """
+        if scheme_of(self.address) == "file":
+            return {}
+        limit = math.inf if num_bytes is None else _READ_S + num_bytes / _LEAST_BYTES_PER_S
+        limit = min(limit, max(1.0, self._until - time.monotonic()))
+        return {"timeout": limit} if limit < math.inf else {}
+
     def _connect(self) -> Any:
         if self._system is None:
             import fsspec
 
             scheme = scheme_of(self.address)
-            system = fsspec.filesystem(
-                scheme, use_listings_cache=False, skip_instance_cache=True, **_OPTIONS.get(scheme, {})
-            )
+            options = {"use_listings_cache": False, "skip_instance_cache": True, **_OPTIONS.get(scheme, {})}
+            system = _google(options) if scheme == "gs" else fsspec.filesystem(scheme, **options)
             if scheme == "s3":
                 system.retries = 1
             named = (each.split(":") for each in _ERRORS[scheme])
@@ -208,16 +243,42 @@ class Objects:
                 error = raised
             words = _words(error)
             is_final = isinstance(error, (PermissionError, FileNotFoundError)) or bool(_FINAL.search(words))
-            if is_final or attempt == TRIES or self.pause(_FIRST_PAUSE_S * 2 ** (attempt - 1)):
+            if (
+                is_final
+                or attempt == TRIES
+                or time.monotonic() >= self._until
+                or self.pause(_FIRST_PAUSE_S * 2 ** (attempt - 1))
+            ):
                 break
-        if not is_final:
+        if scheme_of(self.address) == "gs" and system.credentials.credentials is None:
+            words += "; no credentials of Google Cloud were found"
+        if not is_final and attempt > 1:
             words += f" (after {attempt} attempts)"
         raise StorageError(words, is_missing=isinstance(error, FileNotFoundError), is_final=is_final) from None
 
 
-def _remove(system: Any, path: str) -> None:
+def _google(options: Mapping[str, Any]) -> Any:
+    """Return a file system of gcsfs that attempts a request once. From now on, gcsfs logs no failures: this module reports them."""
+    import aiohttp
+    import fsspec
+    from google.auth.exceptions import DefaultCredentialsError
+
+    for name in ("gcsfs", "google.auth"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)
+    options = {**options, "requests_timeout": timeout}
     try:
-        system.rm_file(path)
+        # Without the name of a method, gcsfs asks the metadata server of a virtual machine twice.
+        system = fsspec.filesystem("gs", token="google_default", **options)
+    except DefaultCredentialsError:  # the usual class would look for credentials again before each request
+        system = importlib.import_module("gcsfs.core").GCSFileSystem(token="anon", **options)
+    system._request = functools.partial(type(system)._request.__wrapped__, system)
+    return system
+
+
+def _remove(system: Any, path: str, **limit: float) -> None:
+    try:
+        system.rm_file(path, **limit)
     except FileNotFoundError:  # an earlier attempt removed it, and its answer was lost
         return
 
@@ -225,6 +286,8 @@ def _remove(system: Any, path: str) -> None:
 def _words(error: BaseException) -> str:
     """Return the message of an error in one line, without credentials of an address."""
     text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    if isinstance(error, TimeoutError) and not text:
+        text = "the server does not answer"
     words = " ".join(str(text).split()) or type(error).__name__
     words = re.sub(r"//[^/@\s]*@", "//", words)
     if isinstance(error, FileNotFoundError) and " " not in words:

@@ -124,7 +124,7 @@ class CheckpointStore:
         if objects is not None and context.is_main_process:
             self._mirror = Mirror(
                 objects, self._files, keep_latest_k=keep_latest_k, keep_best=keep_best, warn=self._warn,
-                on_upload=on_upload, copy_run=copy_run,
+                tell=lambda text: on_event({"kind": "notice", "text": text}), on_upload=on_upload, copy_run=copy_run,
             )  # fmt: skip
         self._max_failed_saves, self._is_restart = max_failed_saves, is_restart
         self._misses = 0
@@ -294,6 +294,11 @@ class CheckpointStore:
         except OSError as error:
             assert self._mirror is not None
             raise unusable(f"{self._mirror.address} cannot be read: {error}", error, CheckpointError) from None
+
+    @property
+    def address(self) -> str | None:
+        """The address to which the checkpoints are copied, on the main process. None without one, and on other ranks."""
+        return None if self._mirror is None else self._mirror.address
 
     def settle(self) -> None:
         """Wait until object storage, if any is used, has all checkpoints that are kept. Every rank must call it.

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from distributed.runs.listing import UNREADABLE, RunState, list_runs, read_state
 from distributed.runs.selecting import RunFilter, in_order, select
 
 _WIDTH = 80
+_NAME = 14  # columns of the names in `status`, with the indentation
 _SHORTEST_NAME = 12
 _LOOK_EVERY_S = 0.5
 _READ_BYTES = 16 << 20  # of metrics.jsonl at once
@@ -157,8 +159,8 @@ def status(
     """
     refuse_address(run, "'distributed status'")
     state = read_state_of(run)
-    for line in _lines_of(state):
-        print(shown(line), flush=True)
+    for line in _lines_of(state, shutil.get_terminal_size((_WIDTH, 24)).columns):
+        print(line, flush=True)
     if not once and not state.is_over:
         _follow(run)
 
@@ -173,8 +175,8 @@ def _as_json(run: RunState) -> dict[str, Any]:
 
 
 def _table(found: Sequence[RunState], width: int, metric: str) -> list[str]:
-    """Return the lines of the table. If it is too wide, the gaps shrink first, then the best metric loses its name, then the names
-    of runs lose their middle."""
+    """Return the lines of the table. If it is too wide, the gaps shrink first, then the best metric loses its name if it is the same
+    in all rows, then the names of runs lose their middle."""
 
     def named(run: RunState) -> str:
         name = _best_name(run, metric)
@@ -185,11 +187,12 @@ def _table(found: Sequence[RunState], width: int, metric: str) -> list[str]:
         return number(run.best[name]) if name else ""
 
     lines: list[str] = []
-    for gap, best in (("  ", named), (" ", named), (" ", value)):
+    shortest = value if len({_best_name(run, metric) for run in found if run.best}) <= 1 else named
+    for gap, best in (("  ", named), (" ", named), (" ", shortest)):
         lines = _aligned([_cells(run, best) for run in found], gap)
         if max(map(len, lines), default=0) <= width:
             return lines
-    rows = [_cells(run, value) for run in found]
+    rows = [_cells(run, shortest) for run in found]
     longest = max(len(name) for name, *_ in rows)
     room = max(longest - max(map(len, lines)) + width, _SHORTEST_NAME)
     return _aligned([[middle_cut(name, room), *rest] for name, *rest in rows], " ")
@@ -226,7 +229,8 @@ def _age(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _lines_of(run: RunState) -> list[str]:
+def _lines_of(run: RunState, width: int) -> list[str]:
+    """Return the facts about a run in lines of at most `width` columns, apart from long paths."""
     where = f" on {run.host}" if run.host and not run.is_over else ""
     ranks = ", ".join(map(str, run.ranks)) or "none yet"
     facts = {
@@ -243,7 +247,15 @@ def _lines_of(run: RunState) -> list[str]:
         "changed": f"{duration(time.time() - run.changed)} ago",
         "error": run.error or "",
     }
-    return [str(run.path), *(f"  {name:<12}{value}" for name, value in facts.items() if value)]
+    lines = [line for name, value in facts.items() if value for line in _wrapped(name, value, width)]
+    return [shown(str(run.path)), *lines]
+
+
+def _wrapped(name: str, value: str, width: int) -> list[str]:
+    return textwrap.wrap(
+        shown(value), width, initial_indent=f"  {name}".ljust(_NAME), subsequent_indent=" " * _NAME, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _follow(path: Path) -> None:

@@ -37,6 +37,8 @@ class Scheduler:
         settings: returns, for each run, the settings that the options add to those of the command line.
         files: returns the directory with the files of the run, which may be on the cluster only.
         takes: flags of `train` that concern the scheduler here. `options` gets them, and the job does not.
+        secret: where the secret of the nodes comes from, for the refusal of `--token-file`.
+        counts_there: whether `train` on the cluster chooses the number of processes if none was given. Otherwise the command names it.
     """
 
     title: str
@@ -54,3 +56,5 @@ class Scheduler:
     settings: Callable[[Any], Sequence[Mapping[str, str]]] = _one_run
     files: Callable[[Path], Path] = lambda run_dir: run_dir
     takes: Sequence[str] = ()
+    secret: str = "the command makes the secret of the nodes, or takes it from DISTRIBUTED_TOKEN"
+    counts_there: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from distributed.launcher.submit.job import BatchJob
 from distributed.runs.directory import JOB, choose_run_dir
 
 SCHEDULERS = {"slurm": SLURM, "kubernetes": KUBERNETES, RAY_JOBS: RAY}  # by the word after `submit`
+_OF_A_NODE = ("node_rank", "master_addr", "master_port")  # settings that the scheduler gives to each node
 _VERBS = {
     "status": "show what the scheduler and the run directory say of a run",
     "logs": "print the output of the job",
@@ -71,6 +73,7 @@ def _hand_over(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> int
     parser = make_parser(f"distributed submit {verb}", about=scheduler.about)
     section = parser.add_argument_group(scheduler.title)
     scheduler.add_flags(section)
+    _refuse_token_file(verb, scheduler, arguments)
     command, script_args = read_flags(parser, arguments)
     values = {name: command.pop(name) for name in (*_flag_names(section), *scheduler.takes)}
     own = {name: command.pop(name) for name in ("script", "config", "set", "run_dir", "resume", "dry_run")}
@@ -81,6 +84,7 @@ def _hand_over(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> int
         dotted = [f"{name}={value}" for name, value in each.items() if "." in name]
         overrides = read_overrides(own["config"], flags | plain, [*own["set"], *dotted], own["script"], script_args)
         merged, plan = check_for_elsewhere(overrides, _gpus(overrides))
+    _refuse_settings_of_a_node(verb, scheduler, merged)
     if own["resume"] and own["run_dir"] is None:
         raise ConfigError("--resume needs the directory of the run: add --run-dir RUN")
     script = str(overrides.script)
@@ -93,7 +97,7 @@ def _hand_over(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> int
         ("--resume", "--dry-run", "--"),
     )
     name = job_name or scheduler.name(Path(script), run_dir)
-    all_words = [*words, *_processes(merged, plan)]
+    all_words = words if scheduler.counts_there else [*words, *_processes(merged, plan)]
     job = BatchJob(name, all_words, script_args, run_dir, plan, settings=merged)
     if own["dry_run"]:
         sys.stdout.write(scheduler.text(job, options))
@@ -101,6 +105,22 @@ def _hand_over(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> int
     line = scheduler.submit(job, options, own["resume"])
     print(f"{line}\nrun directory: {run_dir}\nto see its state: distributed submit status {shlex.quote(str(run_dir))}")
     return 0
+
+
+def _refuse_token_file(verb: str, scheduler: Scheduler, arguments: Sequence[str]) -> None:
+    for word in itertools.takewhile(lambda word: word != "--", arguments):
+        if word.partition("=")[0].replace("_", "-") == "--token-file":
+            raise ConfigError(f"--token-file is not a flag of {verb}: {scheduler.secret}: drop it")
+
+
+def _refuse_settings_of_a_node(verb: str, scheduler: Scheduler, merged: MergedConfig) -> None:
+    """Raise ConfigError if a setting was given that differs on each node, or that only the scheduler knows."""
+    for name in _OF_A_NODE:
+        if merged.is_given(name):
+            raise ConfigError(
+                f"{name}={getattr(merged.config, name)!r} does not work with 'submit {verb}': {scheduler.title} gives each node its"
+                " number and the address of node 0: drop it"
+            )
 
 
 def _gpus(overrides: Overrides) -> int:

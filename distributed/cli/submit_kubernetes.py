@@ -19,9 +19,10 @@ from distributed.launcher.submit.operators import OF_RAYJOB
 _ABOUT = """\
 Write the manifests of a run for Kubernetes and submit them with kubectl.
 
-All flags of train but --token-file are accepted. The paths of the script and of
---config must be the same here and in the image. Each pod reads its node rank
-from its environment. A pod that is lost is replaced."""
+The flags of train are accepted, except --token-file, --node-rank, --master-addr
+and --master-port. The paths of the script and of --config must be the same here
+and in the image. Each pod reads its node rank from its environment. A pod that
+is lost is replaced."""
 
 
 def _add_flags(section: argparse._ArgumentGroup) -> None:
@@ -42,8 +43,8 @@ def _add_flags(section: argparse._ArgumentGroup) -> None:
     section.add_argument(
         "--working-dir", metavar="DIR", help="directory in the image that paths start from (default: the image's)"
     )
-    section.add_argument("--cpus", metavar="N", help="CPUs of each pod")
-    section.add_argument("--memory", metavar="SIZE", help="memory of each pod, such as 32Gi")
+    section.add_argument("--cpus", metavar="N", help="CPUs of each pod (default: no limit)")
+    section.add_argument("--memory", metavar="SIZE", help="memory of each pod, such as 32Gi (default: no limit)")
     section.add_argument("--shm", metavar="SIZE", help="size of /dev/shm in each pod (default: 8Gi)")
     section.add_argument(
         "--secret",

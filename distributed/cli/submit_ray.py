@@ -21,9 +21,9 @@ _ABOUT = """\
 Upload the working directory to a Ray cluster and run the script there,
 through Ray's Jobs API.
 
-All flags of train but --token-file are accepted; --address is that of the
-dashboard of the cluster, such as http://head:8265. The processes are placed on
-the nodes of the cluster."""
+The flags of train are accepted, except --token-file, --node-rank, --master-addr
+and --master-port. --address is that of the dashboard of the cluster, such as
+http://head:8265. The processes are placed on the nodes of the cluster."""
 
 
 def _add_flags(section: argparse._ArgumentGroup) -> None:
@@ -87,4 +87,6 @@ def _stop(run_dir: Path) -> str:
 RAY = Scheduler(
     "Ray", ray_jobs.FILE, _ABOUT, _add_flags, _options, _text, _submit, _status, _logs, _stop, settings=_settings,
     files=lambda run_dir: Path(ray_jobs.written(run_dir)["run_dir"]), takes=("address", "backend"),
+    secret="the cluster makes the secret of the processes",
+    counts_there=True,
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from distributed.runs.directory import JOB
 _ABOUT = """\
 Write the batch file of a run for SLURM and submit it.
 
-All flags of train but --token-file are accepted. The nodes must share the run
-directory. The run saves before the time limit, is queued again, and continues."""
+The flags of train are accepted, except --token-file, --node-rank, --master-addr
+and --master-port. The nodes must share the run directory. The run saves before
+the time limit, is queued again, and continues."""
 
 
 def _add_flags(section: argparse._ArgumentGroup) -> None:
@@ -68,11 +70,12 @@ def _text(job: BatchJob, options: SlurmOptions) -> str:
 
 
 def _submit(job: BatchJob, options: SlurmOptions, resume: bool) -> str:
-    return f"job {slurm.submit(job, options, Path.cwd(), resume=resume)} was submitted"
+    number = slurm.submit(job, options, Path.cwd(), resume=resume)
+    return "\n".join([f"job {number} was submitted", *slurm.task_lines(job.run_dir)])
 
 
 def _status(run_dir: Path) -> str:
-    return f"job {slurm.status(slurm.number_of(run_dir))}"
+    return "\n".join([slurm.status(slurm.number_of(run_dir)), *slurm.task_lines(run_dir)])
 
 
 def _logs(run_dir: Path) -> Iterator[str]:
@@ -88,8 +91,8 @@ def _logs(run_dir: Path) -> Iterator[str]:
 
 def _stop(run_dir: Path) -> str:
     number = slurm.number_of(run_dir)
-    slurm.stop(number, run_dir)
-    return f"job {number} was told to save and end; to continue the run: sbatch {run_dir / JOB / slurm.FILE}"
+    done, file = slurm.stop(number, run_dir), shlex.quote(str(run_dir / JOB / slurm.FILE))
+    return f"job {number} {done}; to continue the run: sbatch {file}"
 
 
 SLURM = Scheduler(

@@ -83,12 +83,9 @@ def _cause(found: Why) -> str:
     if found.verdict == "killed":
         return _killed(found)
     if found.verdict == "interrupted":
-        by = f" by {found.stopped_by}" if found.stopped_by else ""
-        return (
-            f"stopped{by}, after a checkpoint"
-            if found.stopped_by
-            else f"stopped{by} by a signal, without a checkpoint at the end"
-        )
+        # A part is only interrupted if the workers of all nodes have saved.
+        has_saved = found.stopped_by or found.state.part_of
+        return f"stopped by {found.stopped_by or 'a signal'}, {'after a checkpoint' if has_saved else 'without a checkpoint at the end'}"
     if found.verdict == STANDING:
         usual = f"; its log lines usually come every {duration(found.usual_s)}" if found.usual_s else ""
         return found.standing_cause or f"no sign of progress for {duration(found.silent_s)}{usual}"
@@ -100,8 +97,10 @@ def _cause(found: Why) -> str:
 
 
 def _killed(found: Why) -> str:
-    launcher = f"the launcher ({found.launcher})" if found.launcher else "the launcher"
-    return f"{launcher} ended without recording a cause, and its workers ended with it: it was killed (SIGKILL), or the machine went down"
+    who = "rank 0" if found.is_rank_0 else "the launcher"
+    which = f" ({found.launcher})" if found.launcher else ""
+    others = "" if found.is_rank_0 else ", and its workers ended with it"
+    return f"{who}{which} ended without recording a cause{others}: it was killed (SIGKILL), or the machine went down"
 
 
 def _times(count: int) -> str:
@@ -127,17 +126,17 @@ def _at(location: str) -> str:
 def _then(found: Why) -> str:
     """Return what was done about the failures."""
     steps = [f"step {step}" if step else "the start" for step in found.resumed_at]
-    restarted = (
-        f"restarted {'once' if found.num_restarts == 1 else f'{found.num_restarts} times'}"
-        if found.num_restarts
-        else ""
-    )
-    if steps:
-        restarted += f", from {steps[-1] if len(steps) > 3 else ', '.join(steps)}"
     last = found.problem.then if found.problem is not None else ""
-    if last.startswith("restarting") and found.num_restarts >= found.num_failures:
-        last = ""  # it has been done
-    return "; ".join(each for each in (*found.nodes, restarted, last) if each)
+    done = []
+    if found.num_restarts:
+        done.append(f"restarted {'once' if found.num_restarts == 1 else f'{found.num_restarts} times'}")
+    if found.problem is not None and found.problem.has_gone_on:  # what was to be done next has been done
+        if last.startswith("going on"):
+            done.append(f"went on{last.removeprefix('going on')}")
+        last = ""
+    if steps:
+        done = [*(done or ["went on"]), f"from {steps[-1] if len(steps) > 3 else ', '.join(steps)}"]
+    return "; ".join(each for each in (*found.nodes, ", ".join(done), last) if each)
 
 
 def _saves(found: Why) -> str:

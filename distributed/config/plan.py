@@ -127,16 +127,18 @@ class BatchPlan:
         )
 
 
-def starting_line(plan: ProcessPlan, *, is_chosen: bool = True) -> str:
+def starting_line(plan: ProcessPlan, *, is_chosen: bool = True, is_elastic: bool = False) -> str:
     """Return the line that announces the workers, and what takes long in their start.
 
     Args:
         plan: the processes of the run.
         is_chosen: False if no backend was chosen outside the script. The line then names no backend, because the script
             may choose one.
+        is_elastic: True if the run may go on with fewer processes. A backend that places the workers then starts what fits.
     """
-    count = plan.world_size if backend_entry(plan.backend).places_workers else plan.nproc_per_node
-    workers = f"starting {count} worker{'s' * (count > 1)}"
+    is_placed = backend_entry(plan.backend).places_workers
+    count = plan.world_size if is_placed else plan.nproc_per_node
+    workers = f"starting {'up to ' * (is_placed and is_elastic)}{count} worker{'s' * (count > 1)}"
     if not is_chosen:
         return f"{workers} ({plan.device})"
     slow_start = backend_entry(plan.backend).slow_start

@@ -188,7 +188,7 @@ def _checked_request(
     is_named_later = plan.num_nodes > 1 and config.node_rank > 0  # node 0 tells this node the name of the run directory
     where = run_dir if run_dir is not None else "" if is_named_later else str(choose_run_dir(script))
     entry, starter = entry_in_use(config, plan.backend), starting_of(plan.backend)
-    starting = starting_line(plan, is_chosen=config.backend is not None)
+    starting = starting_line(plan, is_chosen=config.backend is not None, is_elastic=config.is_elastic)
     copied = f", copied to {address}" if is_address(address) else ""
     lines = [*warnings_of(config, plan, entry), _plan_line(plan), f"run directory: {where}{copied}", starting]
     request = make_request(

@@ -37,6 +37,7 @@ class Member:
     is_regroup: bool = False  # whether its workers have saved and ended for the next round
     # Whether it was told that another node waits for the next round: "soon" if its workers are about to end, else "now".
     asked: str = ""
+    is_new: bool = False  # whether it came after the first round, and has not taken part in a round yet
 
     @property
     def name(self) -> str:
@@ -138,6 +139,8 @@ class Rounds:
         if self._lost.pop(rank, None):
             self._on_event({"kind": "notice", "text": f"node {rank} ({member.name}) has joined again"})
             self._record("node_joined", node=rank, host=member.name)
+        else:
+            member.is_new = self._round > 0
 
     def replace_leaving(self, rank: int, launcher: str) -> None:
         """Go on without the node `rank` if it is leaving and `launcher`, which now has this rank, is another launcher."""
@@ -261,6 +264,10 @@ class Rounds:
             self._ask_for_a_round(is_regroup=is_regroup)
             return
         ranks = sorted(rank for rank, member in self.members.items() if member.wants)
+        for rank in ranks:
+            if self.members[rank].is_new:
+                self.members[rank].is_new = False
+                self._record("node_joined", node=rank, host=self.members[rank].name)
         self._round += 1
         self._taking_part = {rank: self.members[rank].id for rank in ranks}
         for member in self.members.values():

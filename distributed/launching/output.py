@@ -23,7 +23,9 @@ from distributed.loggers.notebook import SentBar
 from distributed.runs.directory import RunDirectory
 
 _CHUNK = 65536
-_FOR_AGENT = {"error", "raises", "interrupted", "unshared", "trains", "saved", "shares", "leaves", "chose backend"}
+_FOR_AGENT = {
+    "error", "raises", "interrupted", "unshared", "trains", "saved", "shares", "leaves", "uploads", "chose backend",
+}  # fmt: skip
 Message = dict[str, Any]
 
 

@@ -104,6 +104,7 @@ class Verdicts:
         self.trains = False  # whether a fit has begun in this attempt, in a run whose number of workers may change
         self.has_saved = False  # whether this attempt has saved a checkpoint
         self.shared: Path | None = None  # a directory that all nodes share, other than the run directory
+        self._is_uploading = False  # whether the main process waits for uploads at the end of a fit
         self._is_regrouping = False  # whether the next attempt has another number of workers
         # When the first worker ended so that another number of them can start.
         self._regrouping_since: float | None = None
@@ -138,7 +139,7 @@ class Verdicts:
                 key: _Rank(rank, (nodes or {}).get(key, ""), log_start=_size_of(self._log_of(rank)))
                 for key, rank in ranks.items()
             }
-            self.trains = self.has_saved = self._is_regrouping = False
+            self.trains = self.has_saved = self._is_uploading = self._is_regrouping = False
             self._regrouping_since = None
         if not attempt or self._request.node_rank:
             return
@@ -186,6 +187,8 @@ class Verdicts:
             what = "the workers"  # while no Trainer trains in them
             if message["is_starting"]:
                 what = "the start"
+            elif self._is_uploading:
+                what = "after the uploads"
             elif is_training(self._run):
                 what = "after this step"
             self._display.handle({"kind": "notice", "text": f"{signal_name(self.stop_signal)}: stopping {what}"})
@@ -200,6 +203,8 @@ class Verdicts:
                 continue
             if message["kind"] in ("trains", "saved"):
                 self.trains, self.has_saved = True, self.has_saved or message["kind"] == "saved"
+            elif message["kind"] == "uploads":
+                self._is_uploading = not message["is_over"]
             elif message["kind"] == "shares":
                 self.shared = Path(message["directory"])
             elif message["kind"] == "interrupted":
@@ -446,8 +451,13 @@ class Verdicts:
         cause = self.cause
         if code == 0:
             self._warn_of_unshared_work()
-        # A result.json shows that a Trainer has begun to train.
-        if code in (130, 143) and self._request.again and (self._run.path / "result.json").exists():
+        # A result.json shows that a Trainer has begun to train. Workers that ended as usual have nothing left to do.
+        if (
+            code in (130, 143)
+            and not self.is_done
+            and self._request.again
+            and (self._run.path / "result.json").exists()
+        ):
             self._display.handle({"kind": "notice", "text": resume_lines(self._request.again)})
         # With a payload, `fit` raises the cause in the calling process.
         if code in (0, 130, 143) or cause is None or self._request.payload is not None:

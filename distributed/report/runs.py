@@ -93,7 +93,7 @@ def read_run(path: Path, label: str | None = None) -> RunData:
     return RunData(
         path=path, label=label or path.resolve().name,
         train=[record for record in records if record.get("split") != "val"], val=[record for record in records if record.get("split") == "val"],
-        times=times, events=_at_steps(events, records), result=read_result(path / "result.json") or {},
+        times=times, events=_at_steps(_with_new_sizes(events), records), result=read_result(path / "result.json") or {},
         sources=config.pop("sources", None) or {}, script=config.pop("script", None),
         hyperparameters=config.pop("hyperparameters", None) or {}, settings=config, media=media,
     )  # fmt: skip
@@ -127,6 +127,10 @@ def _check(run: RunDirectory) -> None:
         raise ConfigError(f"run {str(path)!r} cannot be read (Permission denied): check its permissions")
     if run.metrics.exists():
         return
+    if part := run.part_of:
+        raise ConfigError(
+            f"run {str(path)!r} has no metrics, only the logs of {part}: run this command on node 0, which has the metrics"
+        )
     if run.events.exists() or (path / "config.yaml").exists():
         raise ConfigError(
             f"run {str(path)!r} has no metrics: only runs of a Trainer have metrics, from their first log line on; RUN/logs has the output of the run"
@@ -160,6 +164,17 @@ def _metrics(record: Record) -> Record:
 
 def _seconds(record: Record) -> Record:
     return {name: value for name, value in record.items() if is_number(value) and abs(value) <= MAX_COUNT}
+
+
+def _with_new_sizes(events: list[Record]) -> list[Record]:
+    """Return the events. Each `regrouped` gets the number of processes of the next attempt, because a worker recorded the number before."""
+    size = None
+    for event in reversed(events):
+        if event["event"] == "started":
+            size = event.get("world_size")
+        elif event["event"] == "regrouped" and size is not None:
+            event["world_size"] = size
+    return events
 
 
 def _at_steps(events: list[Record], records: Sequence[Record]) -> list[Record]:

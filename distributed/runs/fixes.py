@@ -21,8 +21,12 @@ FIXES: Mapping[str, tuple[str, ...]] = {
         "Usual causes: an endless loop, a lock that is never released, a download or a file system that does not answer,"
         " a collective that only some ranks call.",
     ),
-    "did not join within": (
+    "did not join within start_timeout": (  # of ranks
         "If ranks of one node are missing, look for an if rank == 0: around fit(): every rank must call it.",
+    ),
+    "did not join within": (  # of nodes
+        "If a node is missing, its command was not started, or it does not reach --master-addr and --master-port.",
+        "Run distributed doctor --num-nodes N --node-rank R --master-addr HOST on each node.",
     ),
     "lost the connection to another rank": (
         "Another rank has ended, and this message is only a consequence.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,10 @@ _TAIL_BYTES = 64 * 1024  # of metrics.jsonl, more than its last line
 UNREADABLE = "unreadable"  # status of a run
 _FILES = ("events.jsonl", "result.json", "config.yaml")
 # How a part of a run has ended, by the last event of its node.
-_ENDS = {"finished": "finished", "preempted": "interrupted", "worker_failed": "failed", "node_failed": "failed"}
+# Nothing comes after `regrouped` on a node that a signal stopped, so that the run goes on without it.
+_ENDS = {
+    "finished": "finished", "preempted": "interrupted", "regrouped": "interrupted", "worker_failed": "failed", "node_failed": "failed",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class RunState:
     num_nodes: int
     world_size: int
     step: int
-    epoch: int
+    epoch: int  # of the newest update, from 1; 0 before the first update
     best: Mapping[str, float]  # the best value of each metric
     final: Mapping[str, float]  # the last row
     total_time: float | None  # seconds of training, None before the first checkpoint
@@ -51,7 +55,9 @@ class RunState:
     error: str | None
     restarts: int
     host: str  # the other machine on which the run goes on, or ""
-    part_of: str = ""  # the node whose part of the run this is, such as "node 1 of a run of 10.0.0.1"; "" for the run itself
+    part_of: str = (
+        ""  # the node whose part of the run this is, such as "node 1 of a run of 10.0.0.1"; "" for the run itself
+    )
     ranks: tuple[int, ...] = ()  # ranks that have a log here, for a part of a run only
 
     @property
@@ -68,7 +74,9 @@ def list_runs(directory: Path) -> list[RunState]:
     if not directory.is_dir():
         raise ConfigError(f"{str(directory)!r} is not a directory: name one that holds runs")
     if part := RunDirectory(directory).part_of:
-        raise ConfigError(f"{str(directory)!r} has the logs of {part}: run this command on node 0, or show this part with 'distributed status'")
+        raise ConfigError(
+            f"{str(directory)!r} has the logs of {part}: run this command on node 0, or show this part with 'distributed status'"
+        )
     if _is_run(directory):
         return [read_state_of(directory)]
     runs = [path for path in directory.iterdir() if path.is_dir() and _is_run(path) and not RunDirectory(path).part_of]
@@ -95,7 +103,9 @@ def read_state_of(path: Path) -> RunState:
     """
     if not _is_run(path) and not RunDirectory(path).part_of:
         what = "does not exist" if not path.exists() else "is not a run directory"
-        raise ConfigError(f"{str(path)!r} {what}: name a run, 'distributed runs' lists those in ./runs")
+        holds_runs = path.is_dir() and any(map(_is_run, path.iterdir()))
+        where = f" {shlex.quote(str(path))}' lists those in it" if holds_runs else "' lists those in ./runs"
+        raise ConfigError(f"{str(path)!r} {what}: name a run, 'distributed runs{where}")
     run = RunDirectory(path)
     try:
         result, events, last = read_result(path / "result.json") or {}, run.read_events(), _last_line(run.metrics)
@@ -113,12 +123,24 @@ def read_state_of(path: Path) -> RunState:
     return RunState(
         path=path, status=_status(result, holder), backend=str(result.get("backend") or ""), num_nodes=int(result.get("num_nodes") or 1),
         world_size=int(result.get("world_size") or 0), step=max(int(result.get("steps") or 0), int(last.get("step") or 0)),
-        epoch=max(int(result.get("epochs") or 0), int(last.get("epoch") or 0)),
+        epoch=0 if part else _epoch_of(result, last),
         best=_known(result.get("best_metrics")), final=_known(result.get("final_metrics")), total_time=result.get("total_time"),
         samples_per_second=result.get("samples_per_second"),
         began=began, changed=max([began, *_times(path)]), checkpoint=result.get("checkpoint"), error=result.get("error") or failed.get("cause"),
         restarts=restarts, host=_other_host(holder), part_of=part, ranks=_ranks_of(run) if part else (),
     )  # fmt: skip
+
+
+def _epoch_of(result: Mapping[str, Any], last: Mapping[str, Any]) -> int:
+    """Return the epoch of the newest update as the console shows it: from 1, or 0 before the first update.
+
+    `last` is the newest line of metrics.jsonl. Its `epoch` and the `epochs` of `result` count finished epochs. The last line of an
+    epoch is written before its end is counted. A row of `final_metrics` already counts as the console does.
+    """
+    steps, logged, row = int(result.get("steps") or 0), int(last.get("step") or 0), result.get("final_metrics") or {}
+    if (row.get("step") or 0) >= max(steps, logged):
+        return int(row.get("epoch") or 0)
+    return 1 + int(last.get("epoch") or 0) if logged >= steps else 1 + int(result.get("epochs") or 0)
 
 
 def _result_of_part(events: Sequence[Mapping[str, Any]], *, is_running: bool) -> dict[str, Any]:

@@ -12,6 +12,7 @@ _TAIL_BYTES = 64 * 1024
 _MOST_TEXT = 4000  # characters of a line
 _MOST_MESSAGE = 300  # characters of a message of C++
 _CRASH = "Fatal Python error: "  # begins the stacks that a worker writes when a signal such as SIGSEGV ends it
+_NOTE = re.compile(r"(\[rank\d+\]:)?\[[IW]\d{4} [\d:.]+ [^\]]+\] ")  # begins a note or a warning of torch's C++
 # std::terminate of libstdc++ writes the message of the exception after this word. Messages of some libraries begin with the source
 # location in brackets, which is left out.
 _WHAT = re.compile(r"what\(\):\s+(?:\[.*?\] )*(.+)")
@@ -30,11 +31,11 @@ def tail(path: Path, start: int = 0) -> list[bytes]:
 
 
 def last_line(log: Path) -> str:
-    """Return the last line of a log before the stacks of a crash, without its prefix."""
+    """Return the last line of a log before the stacks of a crash, without its prefix. Notes and warnings of torch's C++ do not count."""
     lines = _texts(log, 0)
     crash = next((index for index in range(len(lines) - 1, -1, -1) if lines[index].startswith(_CRASH)), len(lines))
     lines = lines[:crash]
-    line = next((line[:_MOST_TEXT] for line in reversed(lines) if line), "")
+    line = next((line[:_MOST_TEXT] for line in reversed(lines) if line and not _NOTE.match(line)), "")
     return _WHAT.sub(r"\1", line)
 
 

@@ -32,7 +32,9 @@ class RemoteRun:
 
     path: Path
     address: str
-    _sent: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)  # name -> (bytes, mtime) that was uploaded
+    _sent: dict[str, tuple[int, int]] = dataclasses.field(
+        default_factory=dict
+    )  # name -> (bytes, mtime) that was uploaded
 
     @classmethod
     def of(cls, path: Path) -> RemoteRun | None:
@@ -134,7 +136,7 @@ def _take(run_dir: str, resume: bool) -> None:
     address, directory = check_address("run_dir", run_dir), Path(str(directory_of(run_dir)))
     objects = Objects(address)
     RunDirectory(directory).check_idle()
-    objects.probe("run_dir")
+    objects.probe("run_dir", _say)
     # Hidden files are those of a probe or an upload that was cut off.
     sizes = {name: size for name, size in objects.sizes().items() if name and not Path(name).name.startswith(".")}
     if sizes and not resume:
@@ -150,6 +152,11 @@ def _take(run_dir: str, resume: bool) -> None:
             if _CHECKPOINTS not in Path(name).parts and not name.endswith("/"):
                 _download(objects, name, directory)
     replace_text(directory / REMOTE, json.dumps({**_record(directory), "address": address}) + "\n")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _record(directory: Path) -> dict[str, Any]:

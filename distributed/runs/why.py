@@ -17,7 +17,7 @@ from distributed.config.kinds import COUNT, SECONDS, check_kinds, is_number
 from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
-from distributed.runs.failures import FAILURES, failures_of
+from distributed.runs.failures import FAILURES, STARTS, failures_of
 from distributed.runs.fixes import STANDING_STILL, fix_of
 from distributed.runs.listing import RunState, read_state_of
 from distributed.runs.log_tail import last_line, tail
@@ -31,6 +31,7 @@ _USUAL = 5  # a run may be silent for this many times the longest time between t
 _LONG = 4  # a cause with at least this many lines is shortened
 _MOST_TEXT = 4000  # characters of a text of the journal
 _STACKS = "; stacks are in "  # before the directory, in the cause of a hang
+_STOPPED = re.compile(r" (was stopped by \w+)$")  # the end of the cause of a lost node that a signal stopped
 _RANK = re.compile(r"\brank (\d{1,6})\b")
 
 
@@ -49,7 +50,8 @@ class Problem:
     then: str  # what the launcher did
     stacks: str  # the directory with the stacks of all ranks, relative to the run
     log: str  # the log of the rank, relative to the run
-    last_output: str  # the last line in that log
+    last_output: str  # the last line in that log, unless another attempt may have written it
+    has_gone_on: bool  # whether another attempt has begun
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +67,7 @@ class Why:
         num_restarts: starts of the workers after a failure in this launch.
         failed_saves: checkpoints that could not be saved, each with the cause.
         has_saved_since: whether a later save succeeded.
-        nodes: what became of nodes that were lost, such as "node 1 was lost and has joined again".
+        nodes: what became of nodes that were lost or came, such as "node 1 was lost and has joined again".
         damaged: checkpoints that were set aside because they are damaged.
         deleted: checkpoints, or their directory, that somebody deleted during the run.
         stopped_by: name of the signal that stopped the run, or "".
@@ -74,6 +76,7 @@ class Why:
         usual_s: seconds between two log lines, or None if that is not known.
         standing_cause: what a launcher recorded about a run that stands still, or "".
         launcher: the launcher that the directory names, such as "process 12 on node0", or "".
+        is_rank_0: whether `launcher` is the process of rank 0, because another launcher started the ranks.
         fix: what to try, or "".
     """
 
@@ -94,6 +97,7 @@ class Why:
     usual_s: float | None
     standing_cause: str
     launcher: str
+    is_rank_0: bool
     fix: str
 
 
@@ -107,7 +111,7 @@ def read_why(path: Path) -> Why:
     failures = failures_of(events)
     silent_s, usual_s, limit_s = _silence(run, state, events)
     verdict = _verdict(state, events, silent_s > limit_s)
-    problem = _problem(run, failures[-1]) if failures else None
+    problem = _problem(run, failures[-1], has_gone_on=_has_gone_on(events)) if failures else None
     if problem is None and state.error and verdict == "failed":
         problem = _of_result(state)
     saves = [event for event in events if event["event"] in ("save_failed", "checkpoint_saved")]
@@ -124,7 +128,7 @@ def read_why(path: Path) -> Why:
         resumed_at=_resumed_at(events), failed_saves=failed, has_saved_since=bool(saves) and saves[-1]["event"] == "checkpoint_saved",
         nodes=_nodes(events), damaged=_damaged(run), deleted=_deleted(events), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
         silent_s=silent_s, usual_s=usual_s, standing_cause=standing_cause if verdict == STANDING else "",
-        launcher=_launcher(run), fix=_fix(problem, verdict),
+        launcher=_launcher(run), is_rank_0=_is_rank_0(run, events), fix=_fix(problem, verdict),
     )  # fmt: skip
 
 
@@ -159,6 +163,12 @@ def _goes_on(event: Mapping[str, Any]) -> bool:
     return str(event.get("then", "")).startswith(("restarting", "going on"))
 
 
+def _has_gone_on(events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether another attempt has begun after the newest failure."""
+    kinds = [event["event"] for event in events if event["event"] in (*FAILURES, *STARTS)]
+    return bool(kinds) and kinds[-1] in STARTS
+
+
 def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bool) -> str:
     last = next((event for event in reversed(events) if event["event"] in (*FAILURES, *_ENDS)), None)
     if state.status == "finished" and last is not None and last["event"] in FAILURES and not _goes_on(last):
@@ -168,7 +178,7 @@ def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bo
     return state.status
 
 
-def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
+def _problem(run: RunDirectory, event: Mapping[str, Any], *, has_gone_on: bool) -> Problem:
     rank, location = event.get("rank"), _text(event.get("place"))
     cause, stacks = _text(event.get("cause")), ""
     if event.get("kind") == "error":  # all ranks may have raised it, so only its text shows which rank it concerns
@@ -183,7 +193,8 @@ def _problem(run: RunDirectory, event: Mapping[str, Any]) -> Problem:
     return Problem(
         time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=str(event.get("node", "")), kind=_text(event.get("kind")),
         step=event.get("in_step"), phase=_text(event.get("phase")), location=location, then=_text(event.get("then")), stacks=stacks, log=log,
-        last_output=last_line(run.path / log) if log and event.get("kind") in ("signal", "exit") else "",
+        last_output=last_line(run.path / log) if log and event.get("kind") in ("signal", "exit") and not has_gone_on else "",
+        has_gone_on=has_gone_on,
     )  # fmt: skip
 
 
@@ -195,7 +206,9 @@ def _short(cause: str) -> str:
 
 def _of_result(state: RunState) -> Problem:
     """Return the failure that only result.json has, because another launcher started the workers."""
-    return Problem(state.changed, _short(_text(state.error)), None, "", "", None, "", "", "", "", "", "")
+    return Problem(
+        state.changed, _short(_text(state.error)), None, "", "", None, "", "", "", "", "", "", has_gone_on=False
+    )
 
 
 def _text(value: Any) -> str:
@@ -216,13 +229,16 @@ def _resumed_at(events: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _nodes(events: Sequence[Mapping[str, Any]]) -> list[str]:
+    found: dict[str, str] = {}
     lost: dict[str, str] = {}
     for event in events:
-        if event["event"] in ("node_lost", "node_joined"):
-            lost[str(event.get("node", ""))] = (
-                "was lost" if event["event"] == "node_lost" else "was lost and has joined again"
-            )
-    return [f"node {node} {what}" for node, what in lost.items()]
+        node = str(event.get("node", ""))
+        if event["event"] == "node_lost":
+            stopped = _STOPPED.search(_text(event.get("cause")))
+            found[node] = lost[node] = stopped[1] if stopped else "was lost"
+        elif event["event"] == "node_joined":
+            found[node] = f"{lost[node]} and has joined again" if node in lost else "joined"
+    return [f"node {node} {what}" for node, what in found.items()]
 
 
 def _damaged(run: RunDirectory) -> list[str]:
@@ -250,6 +266,14 @@ def _launcher(run: RunDirectory) -> str:
     return ""
 
 
+def _is_rank_0(run: RunDirectory, events: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether rank 0 has locked the directory itself, which it does if another launcher started the ranks."""
+    if run.part_of or not any(event["event"] == "started" for event in events):
+        return False
+    sources = _recorded(run).get("sources") or {}
+    return "launcher" in sources.values() or not any(run.logs.glob("rank-*.log"))
+
+
 # ------------------------------------------------------------------ signs of life
 
 
@@ -269,11 +293,15 @@ def _silence(
 
 
 def _hang_timeout(run: RunDirectory) -> float:
+    value = _recorded(run).get("hang_timeout")
+    return float(value) if is_number(value) and value and value > 0 else _HANG_TIMEOUT_S
+
+
+def _recorded(run: RunDirectory) -> Mapping[str, Any]:
+    """Return the settings of the run, or nothing if they cannot be read."""
     with contextlib.suppress(ConfigError):
-        value = read_recorded(run.path / "config.yaml").get("hang_timeout")
-        if is_number(value) and value and value > 0:
-            return float(value)
-    return _HANG_TIMEOUT_S
+        return read_recorded(run.path / "config.yaml")
+    return {}
 
 
 def _times_of_rows(run: RunDirectory) -> list[float]:

@@ -257,7 +257,7 @@ class TrainerFiles:
         # At a restart, the run can continue although the storage does not answer.
         if objects is None or self._restart_count:
             return
-        objects.probe("checkpoint_dir")
+        objects.probe("checkpoint_dir", lambda text: self._on_event({"kind": "notice", "text": text}))
         if not self.wants_resume(merged) and store.stored_elsewhere():
             raise ConfigError(
                 f"checkpoint_dir={objects.address!r} holds checkpoints of an earlier run: set resume_from_checkpoint=true"

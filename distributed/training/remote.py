@@ -268,7 +268,7 @@ def _request(
     entry = entry_in_use(merged.config, plan.backend)
     return make_request(
         merged, plan, entry, run_dir, overrides=overrides or setup.layers.overrides,
-        started_lines=[*warnings_of(merged.config, plan, entry), starting_line(plan)],
+        started_lines=[*warnings_of(merged.config, plan, entry), starting_line(plan, is_elastic=merged.config.is_elastic)],
         payload=f"/proc/self/fd/{payload}", script=sys.argv[0] if sys.argv else None, script_args=tuple(sys.argv[1:]),
         working_dir=str(Path.cwd()), sys_path=tuple(sys.path), resume=resume,
         environ={**entry.environ, **environ_of_workers(merged)},

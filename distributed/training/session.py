@@ -288,7 +288,7 @@ class FitSession:
             ):
                 yield
                 self.backend.reassemble()
-                fit.store.settle()
+                self._settle(fit)
         except BaseException as error:
             raised = self._error_to_raise(fit, error)
             report_before_abort(raised, self.context.rank)
@@ -301,6 +301,15 @@ class FitSession:
             fit.store.give_up()
             common.close()
             self.backend.unwrap()
+
+    def _settle(self, fit: Fit) -> None:
+        """Wait for the uploads, and tell the launcher that the run waits for them. A collective."""
+        channel = link() if fit.store.address is not None else None
+        if channel is not None:
+            channel.send({"kind": "uploads", "is_over": False})
+        fit.store.settle()
+        if channel is not None:
+            channel.send({"kind": "uploads", "is_over": True})
 
     def _error_to_raise(self, fit: Fit, error: BaseException) -> BaseException:
         """Return the error to raise for `error`.
@@ -506,7 +515,10 @@ class FitSession:
             if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
                 notices.append("nothing is left to do: raise epochs (or max_steps) to train further")
         elif self.files.wants_resume(merged) and self._num_fits == 1:
-            notices = [*notices, f"nothing to resume from in {fit.store.directory}: starting at step 0"]
+            notices = [
+                *notices,
+                f"nothing to resume from in {fit.store.address or fit.store.directory}: starting at step 0",
+            ]
         else:
             notices = [*notices, *self.files.notices()]
         where = Situation(

@@ -216,7 +216,7 @@ def check_what_node_1_knows(job: Job, start: Callable[..., Started]) -> None:
     count, command = len(job.nodes), [sys.executable, "-m", "distributed.cli", "status", "--once", f"runs/{part.name}"]
     shown = start([*job.machines.on(1), *command]).finish(30).stdout
     for line in (
-        r"part +node 1 of a run of 10\.99\.0\.1: node 0 has the metrics, the checkpoints and the events of all nodes",
+        r"part +node 1 of a run of 10\.99\.0\.1: node 0 has the metrics, the\n +checkpoints and the events of all nodes",
         "status +finished", "backend +fsdp", rf"processes +{count} on {count} nodes", rf"logs +rank 1, in runs/{part.name}/logs",
         "step +160, when this node last saved or ended", "restarts +3",
     ):  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.runs.listing import read_state_of
 from tests.conftest import Finished, Started, poll
@@ -119,6 +120,18 @@ def test_the_table_fits_into_eighty_columns_and_names_what_failed(
     assert "  error       ValueError: bad" in run_cli(["status", f"runs/{name}"], cwd=tmp_path).stdout
 
 
+def test_a_narrow_table_names_the_metric_unless_all_runs_have_the_same(
+    run_cli: Callable[..., Finished], tmp_path: Path
+) -> None:
+    name = "train_large_model-20261123-050711-fdbe"
+    run_files(tmp_path / "runs" / name, status="finished", best_metrics={"val_accuracy": 0.125})
+    run_files(tmp_path / "runs" / "other", status="finished", best_metrics={"val_loss": 0.5})
+
+    table = run_cli(["runs"], cwd=tmp_path, env={"COLUMNS": "80"}).stdout
+
+    assert "val_accuracy 0.125" in table and "val_loss 0.5" in table and max(map(len, table.splitlines())) <= 80
+
+
 def test_a_failure_before_the_last_start_is_not_that_of_the_run(tmp_path: Path) -> None:
     run_files(tmp_path / "run", status="running")
     run = RunDirectory(tmp_path / "run")
@@ -149,12 +162,44 @@ def test_a_node_that_is_not_node_0_knows_its_own_part(tmp_path: Path) -> None:
     for event, status in (
         ("node_failed", "failed"),
         ("preempted", "interrupted"),
+        ("regrouped", "interrupted"),
         ("worker_failed", "failed"),
         ("finished", "finished"),
     ):
         run.event(event, step=30, cause="rank 3 was killed")
         state = read_state_of(run.path)
         assert (state.status, state.step, state.is_over) == (status, 30, True)
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "row", "logged", "expected"),
+    [
+        (0, 0, {}, None, 0),
+        (20, 0, {}, None, 1),  # saved before the first log line
+        (20, 0, {"loss": 1.0}, (25, 0), 1),
+        (32, 1, {"step": 32, "epoch": 1}, (32, 0), 1),  # the end of an epoch
+        (35, 1, {"step": 32, "epoch": 1}, (32, 0), 2),  # saved in the second one, before its first log line
+        (32, 1, {"step": 32, "epoch": 1}, (40, 1), 2),
+        (128, 4, {"step": 128, "epoch": 4}, (128, 3), 4),
+        (128, 4, {"step": 128, "epoch": 4}, (128, 4), 4),  # validated after the last epoch
+    ],
+)
+def test_epochs_count_as_on_the_console(
+    tmp_path: Path, steps: int, epochs: int, row: dict[str, Any], logged: tuple[int, int] | None, expected: int
+) -> None:
+    run_files(tmp_path / "run", status="running", steps=steps, epochs=epochs, final_metrics=row)
+    if logged is not None:
+        line = {"step": logged[0], "epoch": logged[1], "time": 1.0, "split": "train"}
+        (tmp_path / "run/metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_state_of(tmp_path / "run").epoch == expected
+
+
+def test_status_wraps_long_texts_but_no_paths(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
+    path, words = f"/{'long/' * 20}train.py", "rank 1 failed with ValueError: " + "no such thing " * 10
+    run_files(tmp_path / "run", status="failed", error=f"{words}in {path}")
+    lines = run_cli(["status", "run"], cwd=tmp_path, env={"COLUMNS": "80"}).stdout.splitlines()
+    assert all(len(line) <= 80 or line.strip() == path for line in lines), lines
+    assert " ".join(" ".join(lines).split()).endswith(f"error {' '.join(words.split())} in {path}")
 
 
 @pytest.mark.parametrize("words", [["runs", "missing"], ["status", "missing"], ["status", "."]])
@@ -168,3 +213,13 @@ def test_a_wrong_directory_is_an_error_of_one_line(
 
 def test_without_a_run_there_is_a_line_that_says_so(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
     assert run_cli(["runs"], cwd=tmp_path).stdout == "no runs in runs\n"
+
+
+def test_a_directory_of_runs_is_no_run_and_the_command_that_lists_it_is_named(tmp_path: Path) -> None:
+    run_files(tmp_path / "my grid" / "0")
+    with pytest.raises(
+        ConfigError, match=r"is not a run directory: name a run, 'distributed runs '.*/my grid'' lists those in it$"
+    ):
+        read_state_of(tmp_path / "my grid")
+    with pytest.raises(ConfigError, match=r"'distributed runs' lists those in ./runs$"):
+        read_state_of(tmp_path)

@@ -314,7 +314,7 @@ def test_a_job_that_is_there_is_not_touched_unless_it_is_continued(home: Path, k
     kubectl.answer("get", "job.batch/a\n")
     with pytest.raises(ConfigError, match=r"^job\.batch/a is in the cluster already: choose another name"):
         run([*SUBMIT, *NODES, "--run-dir", "runs/a"])
-    assert len(kubectl.calls) == 1 and not (home / "runs/a/job/job.yaml").exists()
+    assert len(kubectl.calls) == 1 and not (home / "runs/a").exists()
 
     assert run([*SUBMIT, *NODES, "--run-dir", "runs/a", "--resume", "--save-within", "60"]) == 0
     assert [words[0] for words in kubectl.calls[1:]] == ["get", "delete", "get", "wait", "apply", "apply"]
@@ -367,6 +367,11 @@ def test_a_run_is_followed_and_stopped_in_its_namespace(
     assert capsys.readouterr().out == "NAME    STATUS    COMPLETIONS\na       Running   0/2\n"
     assert run(["submit", "logs", "runs/a"]) == 0
     assert capsys.readouterr().out == "[pod/a-0-x1/node] step 1\n[pod/a-1-x2/node] step 1\n"
+    kubectl.answer("logs", "")
+    assert run(["submit", "logs", "runs/a"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "no output: a has no pods, or they have written nothing yet; see 'distributed "
+    )
     assert run(["submit", "stop", "runs/a"]) == 0
     assert capsys.readouterr().out == (
         "job a was told to save and end; to continue the run, repeat its command with --run-dir runs/a --resume\n"
@@ -378,7 +383,7 @@ def test_a_run_is_followed_and_stopped_in_its_namespace(
         ["--namespace", "ml", *words]
         for words in (
             ["get", "job,pods", *label],
-            ["logs", *label, "--prefix", "--tail=-1", "--max-log-requests=1000", "--ignore-errors"],
+            *[["logs", *label, "--prefix", "--tail=-1", "--max-log-requests=1000", "--ignore-errors"]] * 2,
             *ends,
         )
     ]
@@ -518,7 +523,23 @@ def test_a_run_belongs_to_the_scheduler_that_it_was_last_handed_to(
         (["--image", "i", "--kind", "pod"], "--kind pod is unknown: choose one of job, trainjob, rayjob"),
         (["--image", "i", "--job-name", "My_Job"], "--job-name My_Job is not a name in Kubernetes"),
         (["--image", "i", "--job-name", "a" * 48], "at most 47"),
+        (["--image", "i", "--job-name", "9abc"], "--job-name 9abc is not a name in Kubernetes: begin with a lower-case letter"),
+        (["--image", ""], "--image '' is not the name of an image"),
+        (["--image", "r/t 1"], "--image r/t 1 is not the name of an image: give one without spaces"),
+        (["--image", "i", "--namespace", "Foo_bar"], "--namespace Foo_bar is not a name in Kubernetes"),
+        (["--image", "i", "--namespace", "a.b"], "--namespace a.b is not a name in Kubernetes"),
+        (["--image", "i", "--claim", "Foo_bar"], "--claim Foo_bar is not a name in Kubernetes: use lower-case letters"),
+        (["--image", "i", "--secret", "ok.too", "--secret", "Foo_bar"], "--secret Foo_bar is not a name in Kubernetes"),
+        (["--image", "i", "--gpu-resource", "gpu"], "--gpu-resource gpu is not a resource with a domain: give DOMAIN/NAME"),
+        (["--image", "i", "--working-dir", "app"], "--working-dir app is not an absolute path"),
+        (["--image", "i", "--cpus", "0"], "--cpus 0 is no CPU"),
+        (["--image", "i", "--memory", "0"], "--memory 0 is less than 1Mi: give a size with its unit"),
+        (["--image", "i", "--memory", "64"], "--memory 64 is less than 1Mi: give a size with its unit"),
+        (["--image", "i", "--memory", "4Gi", "--shm", "8Gi"], "--memory 4Gi must be more than --shm 8Gi"),
+        (["--image", "i", "--memory", "8G"], "--memory 8G must be more than --shm 8Gi"),
         (["--image", "i", "--memory", "64 GB"], "--memory 64 GB is not a quantity of Kubernetes"),
+        (["--image", "i", "--kind", "rayjob", "--device", "cpu", "--nproc-per-node", "4", "--cpus", "3"],
+         "--cpus 3 is too few: Ray reserves 1 for each of the 4 processes of a pod: give --cpus 4 or more"),
         (["--image", "i", "--save-within", "0"], "--save-within 0 is not a number of seconds above 0"),
         (["--image", "i", "--user", "0"], "--user 0 is root"),
         (["--image", "i", "--retries", "-1"], "--retries -1 is negative: give 0 or more"),
@@ -578,9 +599,12 @@ def test_a_rayjob_runs_the_command_on_a_head_without_gpus(home: Path, capsys: py
     head, (workers,) = spec["rayClusterSpec"]["headGroupSpec"], spec["rayClusterSpec"]["workerGroupSpecs"]
     assert workers["replicas"] == workers["minReplicas"] == workers["maxReplicas"] == 1
     assert container(workers)["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    assert container(head)["resources"]["limits"] == {} and head["rayStartParams"] == {"num-cpus": "0"}
+    assert container(head)["resources"]["limits"] == {"cpu": "2", "memory": "8Gi"}
+    assert head["rayStartParams"] == {"num-cpus": "0"}
     (before,) = pod(head)["initContainers"]
     assert before["command"] == ["mkdir", "-p", "/runs/digits-1"]
+    (submitter,) = spec["submitterPodTemplate"]["spec"]["containers"]
+    assert {"cpu", "memory"} == set(before["resources"]["limits"]) == set(submitter["resources"]["limits"])
     with pytest.raises(ConfigError, match=r"^'hidden size' cannot be a word of a RayJob's entrypoint"):
         run([*SUBMIT, "--kind", "rayjob", "--backend", "ray", "--dry-run", "--", "hidden size"])
 

@@ -70,6 +70,8 @@ def test_a_job_plans_on_the_cluster_and_uploads_the_working_directory(
     assert run([*SUBMIT, "--nproc-per-node", "2", "--run-dir", "run", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert "address: http://there:8265\n" in shown and f"--run-dir {here}/run --resume" in shown
+    assert run([*SUBMIT, "--run-dir", "run", "--dry-run"]) == 0  # the cluster counts its GPUs
+    assert f"train --script train.py --backend ray --address auto --run-dir {here}/run" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_what_cannot_be_submitted_is_refused_in_one_line(
     with pytest.raises(kind) as caught:
         run([*SUBMIT, "--run-dir", "run", *words])
     assert said in str(caught.value) and "\n" not in str(caught.value) and "pass" not in str(caught.value)
-    assert not (here / "run" / "job").exists()  # so that the same command can be given again
+    assert not (here / "run").exists()  # so that the same command can be given again
 
 
 def test_without_ray_the_command_that_installs_it_is_named(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +143,120 @@ def test_the_words_of_the_server_are_said(here: Path, status: int, text: str, sa
         run([*SUBMIT, "--run-dir", "run", "--address", address])
     message = str(caught.value)
     assert message.startswith(f"the Ray Jobs API at {address} refused: ") and said in message and "\n" not in message
-    assert not (here / "run" / "job").exists()
+    assert not (here / "run").exists()
+
+
+class JobsApi:
+    """A server that answers as Ray's Jobs API. `jobs` are the states of its jobs by ID, and `upload` answers an upload."""
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, dict[str, Any]] = {}
+        self.upload = 200
+        outer = self
+
+        class Answer(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                if self.path == "/api/version":
+                    self.answer(200, {"ray_version": "2.50.0"})
+                elif self.path == "/api/jobs/":
+                    self.answer(200, list(outer.jobs.values()))
+                else:
+                    found = outer.jobs.get(self.path.rpartition("/")[2])
+                    self.answer(404 if found is None else 200, found)
+
+            def do_PUT(self) -> None:
+                self.rfile.read(int(self.headers["Content-Length"]))
+                self.answer(outer.upload, "Maximum request body size 104857600 exceeded")
+
+            def do_POST(self) -> None:
+                entrypoint = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["entrypoint"]
+                name = f"raysubmit_{len(outer.jobs)}"
+                outer.jobs[name] = {
+                    "submission_id": name, "type": "SUBMISSION", "status": "RUNNING", "entrypoint": entrypoint,
+                    "message": "Job is currently running.",
+                }  # fmt: skip
+                self.answer(200, {"job_id": name, "submission_id": name})
+
+            def answer(self, status: int, content: Any) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(content).encode())
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.address = f"http://127.0.0.1:{self.server.server_address[1]}"
+
+
+@pytest.fixture
+def api() -> Iterator[JobsApi]:
+    api = JobsApi()
+    with api.server:
+        threading.Thread(target=api.server.serve_forever, daemon=True).start()
+        yield api
+        api.server.shutdown()
+
+
+def test_a_living_job_is_not_submitted_again(here: Path, api: JobsApi) -> None:
+    """Its ID is needed to follow and to stop it."""
+    submit = [*SUBMIT, "--run-dir", "run", "--address", api.address]
+    assert run(submit) == 0
+    file = here / "run" / "job" / ray_jobs.FILE
+    before = file.read_text()
+    with pytest.raises(ConfigError, match=r"^'run' has a job already .*: add --resume to submit it again"):
+        run(submit)
+    with pytest.raises(
+        ConfigError, match=r"^job raysubmit_0 of this run has not ended \(RUNNING\): .*'distributed submit stop run'"
+    ):
+        run([*submit, "--resume"])
+    assert file.read_text() == before and len(api.jobs) == 1
+
+    api.jobs["raysubmit_0"]["status"] = "STOPPED"
+    assert run([*submit, "--resume"]) == 0
+    assert json.loads(file.read_text())["id"] == "raysubmit_1"
+    del api.jobs["raysubmit_1"]  # the cluster was started anew
+    assert run([*submit, "--resume"]) == 0
+    content = json.loads(file.read_text()) | {"address": f"http://127.0.0.1:{free_port()}"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        ResourceError, match=r"^whether the last job .*; if its cluster has ended, delete 'run/job/ray\.json'$"
+    ):
+        run([*submit, "--resume"])
+    assert json.loads(file.read_text()) == content
+    file.write_text("{")
+    assert run([*submit, "--resume"]) == 0
+
+
+def test_a_working_directory_that_is_too_large_is_said(here: Path, api: JobsApi) -> None:
+    api.upload = 413
+    with pytest.raises(ResourceError) as caught:
+        run([*SUBMIT, "--run-dir", "run", "--address", api.address])
+    assert str(caught.value) == (
+        f"the working directory is too large for the Ray Jobs API at {api.address} (limit 100 MiB): leave files out with --exclude or"
+        " .gitignore"
+    )
+    assert not (here / "run").exists()
+
+
+def test_the_error_of_a_failed_job_comes_first_and_is_wrapped(
+    here: Path, api: JobsApi, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*SUBMIT, "--run-dir", "run", "--address", api.address]) == 0
+    api.jobs["raysubmit_0"] |= {
+        "status": "FAILED", "driver_exit_code": 1,
+        "message": "Job entrypoint command failed with exit code 1, last available logs:\nstep 1\n"
+        f"ValueError: an earlier one\nerror: rank 0 failed: {'many words ' * 20}\nto resume: train\n",
+    }  # fmt: skip
+    capsys.readouterr()
+    assert run(["submit", "status", "run"]) == 0
+    state, error, *more = capsys.readouterr().out.splitlines()
+    assert state == "job raysubmit_0  FAILED  exit code 1" and error.startswith("  error: rank 0 failed: many words")
+    assert all(len(line) <= 80 for line in more[:-1]) and "  to resume: train" in more
+    assert more.index("  Job entrypoint command failed with exit code 1, last available logs:") > more.index(
+        "  to resume: train"
+    )
+    assert "  ValueError: an earlier one" in more
 
 
 def test_a_run_that_was_not_submitted_is_named(here: Path) -> None:
@@ -205,6 +320,8 @@ def test_a_job_trains_saves_when_it_is_stopped_and_goes_on(run_cli: Any, tmp_pat
         lambda: ask("logs", "run"),
     )
     assert "RUNNING" in ask("status", "run")
+    again = run_cli(["submit", *submit, "--resume"], cwd=tmp_path, env=OPEN, timeout=90)
+    assert again.returncode == 2 and "has not ended (RUNNING)" in again.stderr, again.output
     assert "was told to save and end; to continue the run" in ask("stop", "run")
     poll(lambda: "STOPPED" in ask("status", "run"), 60, lambda: ask("logs", "run"))
     assert "SIGTERM: stopping after this step" in ask("logs", "run")

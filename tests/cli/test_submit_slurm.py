@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,16 +50,8 @@ if trainer.is_main_process:
     print("weights", b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()).hex())
 """
 FLAGS = (
-    "--script",
-    "train.py",
-    "--num-nodes",
-    "2",
-    "--nproc-per-node",
-    "2",
-    "--device",
-    "cpu",
-    "--run-dir",
-    "shared run",
+    *("--script", "train.py", "--num-nodes", "2", "--nproc-per-node", "2"),
+    *("--device", "cpu", "--run-dir", "shared run"),
 )
 
 
@@ -217,26 +211,41 @@ def test_a_killed_process_starts_again_within_the_job_and_stop_saves_and_the_fil
 
 @pytest.mark.cluster
 def test_a_grid_is_an_array_of_runs(cluster: Cluster) -> None:
-    done = cluster.submit(
-        "slurm",
-        "--script",
-        "train.py",
-        "--device",
-        "cpu",
-        "--run-dir",
-        "shared run",
-        "--grid",
-        "learning-rate=0.1,0.01",
-        "--max-steps",
-        "8",
-    )
+    flags = ["--script", "train.py", "--device", "cpu", "--run-dir", "shared run", "--max-steps", "8"]
+    done = cluster.submit("slurm", *flags, "--grid", "learning-rate=0.1,0.01")
     assert re.match(r"job \d+ was submitted\n", done.stdout), done.output
 
+    assert "\ntask 0  --learning-rate 0.1\ntask 1  --learning-rate 0.01\nrun directory: " in done.stdout
     cluster.wait_for_tasks("0", "1")
     configs = [(cluster.run_dir / task / "config.yaml").read_text() for task in ("0", "1")]
     assert [re.search(r"^learning_rate: (\S+)", text, re.M)[1] for text in configs] == ["0.1", "0.01"]
+    for number in re.findall(r"JobId=(\d+)", cluster.slurm.run("scontrol", "show", "job")):
+        cluster.slurm.wait_for(number, "COMPLETED", seconds=30)
     listed = cluster.submit("status", "shared run").stdout
+    assert re.match(
+        r"job \d+_0  COMPLETED .*\njob \d+_1  COMPLETED .*\ntask 0  --learning-rate 0.1\ntask 1 ", listed
+    ), listed
     assert len(re.findall(r"^\d +finished +single +1x1 +8 ", listed, re.M)) == 2, listed
+    assert "has ended already" in cluster.submit("stop", "shared run").stdout
+
+
+@pytest.mark.cluster
+def test_a_waiting_job_is_taken_out_of_the_queue_and_a_lost_controller_is_shown(cluster: Cluster) -> None:
+    number = cluster.job("--sbatch=--begin=now+600")
+    assert f"job {number}  PENDING" in cluster.submit("status", "shared run").stdout
+
+    for done in ("was taken out of the queue", "has ended already"):
+        stopped = cluster.submit("stop", "shared run")
+        assert stopped.returncode == 0 and stopped.stdout.startswith(f"job {number} {done}; "), stopped.output
+    assert f"job {number}  CANCELLED" in cluster.submit("status", "shared run").stdout
+    (cluster.run_dir / "job/number").write_text("4000\n")
+    assert cluster.submit("status", "shared run").stdout.startswith("job 4000  not in the queue any more\n")
+
+    os.kill(int((cluster.slurm.directory / "slurmctld.pid").read_text()), signal.SIGKILL)
+    shown = cluster.submit("status", "shared run")
+    assert shown.returncode == 3 and "squeue refused: slurm_load_jobs error: Unable to contact" in shown.stderr, (
+        shown.output
+    )
 
 
 @pytest.mark.cluster
@@ -306,7 +315,7 @@ def test_the_file_asks_for_what_was_given_and_nothing_else(home: Path, capsys: p
     assert command == (
         "srun --kill-on-bad-exit=0 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}"
         f" {sys.executable} -m distributed.cli train --script train.py --num-nodes 4 --gpus-per-node 8 --epochs 3"
-        f" --token-file runs/a/job/token --run-dir {home}/runs/a --resume -- '--hidden size' 64"
+        f" --token-file {home}/runs/a/job/token --run-dir {home}/runs/a --resume -- '--hidden size' 64"
     )
     assert list(home.iterdir()) == [home / "train.py"]  # a dry run writes nothing
 
@@ -366,6 +375,106 @@ def test_what_sbatch_says_is_passed_on(home: Path, monkeypatch: pytest.MonkeyPat
         run(["submit", "slurm", "--script", "train.py", "--run-dir", "runs/a", "--device", "cpu"])
     with pytest.raises(ConfigError, match="was written, but not submitted"):
         run(["submit", "status", "runs/a"])
+
+
+@pytest.fixture
+def fake(home: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Return a function that replaces a command of SLURM by lines of shell."""
+    monkeypatch.setenv("PATH", str(home), prepend=":")
+
+    def write(command: str, shell: str) -> None:
+        (home / command).write_text(f"#!/bin/sh\n{shell}\n")
+        (home / command).chmod(0o755)
+
+    write("sbatch", "echo 7")
+    return write
+
+
+SUBMIT = ("submit", "slurm", "--script", "train.py", "--run-dir", "runs/a", "--device", "cpu")
+UNKNOWN = "{ echo 'scancel: error: Kill job error on job id 7: Invalid job id specified' >&2; exit 1; }"
+
+
+@pytest.mark.parametrize(
+    ("scancel", "done"),
+    [
+        ("", "was told to save and end"),
+        (f"[ $1 = --state=PENDING ] || {UNKNOWN}", "was taken out of the queue"),
+        (UNKNOWN, "has ended already"),
+    ],
+)
+def test_stop_says_what_became_of_the_job(
+    fake: Callable[[str, str], None], capsys: pytest.CaptureFixture[str], scancel: str, done: str
+) -> None:
+    assert run([*SUBMIT]) == 0
+    capsys.readouterr()
+    fake("scancel", scancel)
+
+    assert run(["submit", "stop", "runs/a"]) == 0
+    assert capsys.readouterr().out == f"job 7 {done}; to continue the run: sbatch runs/a/job/job.sbatch\n"
+
+
+def test_stop_passes_on_what_else_scancel_says(fake: Callable[[str, str], None]) -> None:
+    assert run([*SUBMIT]) == 0
+    fake("scancel", "echo 'scancel: error: Access denied' >&2; exit 1")
+
+    with pytest.raises(ResourceError, match=r"^scancel refused: scancel: error: Access denied$"):
+        run(["submit", "stop", "runs/a"])
+
+
+def test_only_a_job_that_slurm_does_not_know_is_not_in_the_queue_any_more(
+    fake: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*SUBMIT]) == 0
+    capsys.readouterr()
+    fake("squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    assert run(["submit", "status", "runs/a"]) == 0
+    assert capsys.readouterr().out.startswith("job 7  not in the queue any more\n")
+
+    fake(
+        "squeue", "printf 'squeue: error: no file\\nsqueue: fatal: Unable to process configuration file\\n' >&2; exit 1"
+    )
+    with pytest.raises(ResourceError) as caught:
+        run(["submit", "status", "runs/a"])
+    assert str(caught.value) == (
+        "squeue refused: squeue: error: no file squeue: fatal: Unable to process configuration file"
+    )
+
+
+def test_the_settings_of_the_first_tasks_are_shown(
+    fake: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run([*SUBMIT, "--grid", "warmup-steps=0,1", "--grid", "seed=0,1,2,3,4,5,6,7,8,9,10"]) == 0
+    submitted = capsys.readouterr().out.splitlines()
+    assert submitted[:3] == ["job 7 was submitted", *(f"task {n}  --set warmup_steps=0 --seed {n}" for n in (0, 1))]
+    assert submitted[20:22] == ["task 19  --set warmup_steps=1 --seed 8", "and 2 more tasks, see runs/a/job/job.sbatch"]
+
+    fake("squeue", "printf '7_0  RUNNING\\n7_[1-21]  PENDING\\n'")
+    assert run(["submit", "status", "runs/a"]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[:2] == ["job 7_0  RUNNING", "job 7_[1-21]  PENDING"] and shown[2:23] == submitted[1:22]
+
+
+@pytest.mark.parametrize(
+    "scheduler", [("slurm",), ("kubernetes", "--image", "i"), ("ray", "--address", "http://head:8265")], ids="".join
+)
+def test_what_the_scheduler_gives_to_each_node_is_refused(home: Path, scheduler: tuple[str, ...]) -> None:
+    verb, *flags = scheduler
+    (home / "train.yaml").write_text("master_port: 29501\n")
+    for words, message in (
+        (["--node-rank", "1"], "node_rank=1 does not work with "),
+        (["--master-addr", "foo"], "master_addr='foo' does not work with "),
+        (["--master-port", "29501"], f"master_port=29501 does not work with 'submit {verb}': "),
+        (["--config", "train.yaml"], f"master_port=29501 does not work with 'submit {verb}': "),
+        (["--token-file=t"], f"--token-file is not a flag of {verb}: "),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            run(["submit", verb, *flags, "--script", "train.py", "--num-nodes", "2", "--device", "cpu", *words])
+        assert str(caught.value).startswith(message) and str(caught.value).endswith(": drop it")
+    assert sorted(home.iterdir()) == [home / "train.py", home / "train.yaml"]
+
+
+def test_a_token_file_of_the_script_is_passed_on(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "-- --token-file mine" in batch_file(capsys, "--device", "cpu", "--", "--token-file", "mine")
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,7 @@ def test_a_run_killed_in_the_middle_of_uploads_resumes_from_a_verified_checkpoin
         expected = max([*stored, *here], default=0)
         # A checkpoint that was not uploaded yet is uploaded before the run says from where it goes on.
         if is_last or "global_batch_size" in command.output:
-            shown = f"resumed from step-{expected:08d}" if expected else "nothing to resume from"
+            shown = f"resumed from step-{expected:08d}" if expected else f"nothing to resume from in {ADDRESS}: "
             assert shown in command.output, command.output
         if command.process.returncode != 0:
             assert command.process.returncode == -signal.SIGKILL, command.output

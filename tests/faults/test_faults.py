@@ -60,8 +60,14 @@ FAULTS = (
     Fault("exit-3", 1, ("failed in step 3", "rank 1 exited with code 3", "rank 1, step 3 (callbacks)", "line {os._exit(3),},", _NOT_AGAIN)),
     Fault("sys-exit", 1, ("failed in step 3", "rank 1 exited with code 4", "rank 1, step 3 (callbacks)", "line {sys.exit(4),},", _NOT_AGAIN)),
     Fault("shapes", 0, ("rank 1 was killed by signal 6 (SIGABRT): ", "8 vs 4", "rank 1, step 3", "line {4 if RANK else 8},", _AGAIN)),
-    Fault("order", 0, ("stand still in step 3", "rank 0 in broadcast at", "line {dist.broadcast(},", "rank 1 in all_gather at", "line {the others call},", _AGAIN)),
-    Fault("stays-away", 0, ("stand still in step 3", "rank 0 in barrier at", "line {dist.barrier()},", "rank 1 in all_gather at", "line {trainer.fit(data)},", _AGAIN)),
+    Fault("order", 0, (
+        "stand still in step 3", "rank 0 in broadcast at", "line {dist.broadcast(},", "rank 1 in all_gather at",
+        "line {the others call},", _AGAIN,
+    )),
+    Fault("stays-away", 0, (
+        "stand still in step 3", "rank 0 in barrier at", "line {dist.barrier()},", "rank 1 in all_gather at",
+        "line {trainer.fit(data)},", _AGAIN,
+    )),
     Fault("raise", 1, ("failed in step 3", "rank 1 failed with ValueError: invalid literal", "rank 1, step 3 (callbacks)",
                        "line {no number},", _NOT_AGAIN, "--resume, from step-00000002", "rank-1.log")),
     Fault("raise-on-rank-0", 1, ("rank 0 failed with RuntimeError: only rank 0", "rank 0, step 3", "line {only rank 0},", "rank-0.log")),

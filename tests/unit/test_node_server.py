@@ -422,8 +422,10 @@ def test_nodes_go_and_come_while_the_others_go_on(quick: None, make: Callable[..
     newcomer = nodes.pool.submit(two.join, None, lambda: False)
     until(lambda: nodes.zero.num_newcomers == 1)
     assert not nodes.zero.is_round_wanted and not newcomer.done()  # it waits until node 0 has saved
+    assert [each["event"] for each in nodes.recorded] == ["node_lost"]
     assert ranks_of([newcomer, *nodes.join(nodes.zero)]) == [[0, 2]] * 2
     until(lambda: nodes.zero.num_newcomers == 0)
+    assert nodes.recorded[1:] == [{"event": "node_joined", "node": 2, "host": "node2"}]
 
 
 def test_fewer_nodes_than_the_fewest_wait(quick: None, make: Callable[..., Nodes]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -15,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from distributed.backends.world import OneProcess
-from distributed.checkpoints import manifest
+from distributed.checkpoints import manifest, mirror
 from distributed.checkpoints import objects as storage
 from distributed.checkpoints.agreement import described, rebuilt
 from distributed.checkpoints.manifest import list_checkpoints, verify
@@ -35,7 +37,7 @@ from distributed.runs.directory import RunDirectory
 from distributed.runs.remote import RemoteRun, directory_of, upload_rest
 from distributed.state import TrainState, WorkerContext
 from distributed.training.files import TrainerFiles
-from tests.object_storage import BUCKET, Fault, complete_checkpoints, s3_server
+from tests.object_storage import BUCKET, Fault, complete_checkpoints, s3_server, silent_server
 
 pytestmark = pytest.mark.timeout(120)
 pytest.importorskip("s3fs", reason="object storage needs s3fs")
@@ -261,9 +263,59 @@ def test_missing_credentials_are_told(s3, monkeypatch, tmp_path):
 
 def test_an_unreachable_address_is_told(s3, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    with pytest.raises(ResourceError, match="Could not connect to the endpoint URL"):
+    with pytest.raises(ResourceError, match="Could not connect to the endpoint URL") as raised:
         Objects(ADDRESS).probe("checkpoint_dir")
+    assert "probe" not in str(raised.value) and "quota" not in str(raised.value)
     assert "hush" not in storage._words(OSError("no answer from http://someone:hush@127.0.0.1:9/x"))
+
+
+def test_a_server_that_never_answers_is_given_up_soon_and_waited_for_audibly(s3, monkeypatch):
+    """A request that uploads waits for "100 Continue", and the libraries set no time limit for that."""
+    monkeypatch.setattr(storage, "_PATIENT_S", 0.2)
+    monkeypatch.setattr(storage, "_PROBE_S", 2.0)
+    said: list[str] = []
+    with silent_server() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        began = time.monotonic()
+        with pytest.raises(
+            ResourceError, match="cannot be written: the server does not answer: check the address, the network"
+        ):
+            Objects(ADDRESS).probe("checkpoint_dir", said.append)
+        assert time.monotonic() - began < 10
+    assert said == [f"waiting for an answer from {ADDRESS} (at most 2 s)"]
+
+
+def test_an_upload_to_a_server_that_never_answers_is_tried_again_and_ends(s3, file, monkeypatch):
+    monkeypatch.setattr(storage, "_READ_S", 1.0)
+    monkeypatch.setattr(storage, "TRIES", 2)
+    with silent_server() as url:
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+        with pytest.raises(StorageError, match=r"the server does not answer \(after 2 attempts\)"):
+            Objects(ADDRESS).put(file, "a")
+
+
+def test_an_unreachable_google_cloud_storage_without_credentials_is_told_in_one_line(monkeypatch, tmp_path, capfd):
+    pytest.importorskip("gcsfs")
+    monkeypatch.setattr(storage, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:9")
+    for name in ("gcsfs", "google.auth"):
+        monkeypatch.setattr(logging.getLogger(name), "level", logging.NOTSET)
+    began = time.monotonic()
+    with pytest.raises(
+        ResourceError, match=r"; no credentials of Google Cloud were found \(after 5 attempts\): check"
+    ) as raised:
+        Objects(f"gs://{BUCKET}/there").probe("checkpoint_dir")
+    assert time.monotonic() - began < 25 and "\n" not in str(raised.value)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_message_of_the_server_that_ends_a_sentence_is_not_ended_twice(s3):
+    s3.faults = [Fault("PUT", 403, "InvalidAccessKeyId", "The access key ID does not exist in our records.")]
+    with pytest.raises(ConfigError, match="in our records: check the address, the credentials"):
+        Objects(ADDRESS).probe("checkpoint_dir")
 
 
 def test_content_that_changes_on_its_way_is_sent_again(s3, file, monkeypatch):
@@ -480,6 +532,20 @@ def test_training_does_not_wait_for_an_upload(quick, tmp_path):
     assert stored(quick) == machine.steps == [5]
 
 
+def test_a_wait_for_the_last_upload_is_told_with_its_size(quick, tmp_path, monkeypatch):
+    machine = Machine(tmp_path)
+    machine.save(1)
+    assert machine.said == []
+    monkeypatch.setattr(mirror, "_PATIENT_S", 0.1)
+    go = threading.Event()
+    quick.before_write = lambda number: go.wait(30)
+    machine.save(2, wait=False)
+    threading.Timer(0.5, go.set).start()
+    machine.store.settle()
+    (said,) = machine.said
+    assert re.fullmatch(rf"waiting for the upload of step-00000002 \(\d+ \w+\) to {ADDRESS}", said)
+
+
 def test_a_step_that_is_saved_again_replaces_its_upload(quick, tmp_path):
     """The old one stays in the storage until the new one is complete, also if the files change during the upload."""
     machine = Machine(tmp_path, keep_latest_k=1)
@@ -595,6 +661,14 @@ def test_commands_read_checkpoints_at_an_address(quick, tmp_path):
     quick.put("mine/step-00000003/state.json", b"{}")
     assert "state.json" in CliRunner().invoke(app, ["list", ADDRESS]).output
     assert CliRunner().invoke(app, ["verify", ADDRESS]).exit_code == 1
+
+
+def test_a_command_fails_otherwise_if_the_storage_cannot_be_read_than_if_a_checkpoint_is_damaged(quick):
+    quick.faults = [Fault("GET", 403, "AccessDenied", "Access Denied")]
+    for command in ("list", "verify"):
+        done = CliRunner().invoke(app, [command, ADDRESS])
+        assert isinstance(done.exception, ConfigError), done.output
+        assert str(done.exception) == f"{ADDRESS} cannot be read: Access Denied"
 
 
 def damage_manifest(folder):

@@ -46,11 +46,22 @@ def test_resources_are_waited_for_longer_than_an_answer(waiting, monkeypatch):
     wait.put(("4 GPUs are missing", 60.0))
     threading.Timer(0.3, wait.put, ["joined"]).start()
     assert wait.news_within(0.1, LATE, "") == "joined"  # no longer within 0.1 s
-    assert len(lines) > 2 and lines[0] == "waiting for resources: 4 GPUs are missing: 90 s left (wait)"
+    assert len(lines) > 2 and lines[0] == "waiting for resources: 4 GPUs are missing: 60 s left (wait)"
     wait.put(("4 GPUs are missing", 1e7))
     threading.Timer(0.1, wait.put, ["joined"]).start()
     wait.news_within(0.1, LATE, "")
     assert lines[-1] == "waiting for resources: 4 GPUs are missing"  # without an end
+
+
+def test_rays_own_wait_may_end_a_little_later_than_the_countdown(waiting, monkeypatch):
+    wait, lines, _ = waiting
+    monkeypatch.setattr(patience, "_MARGIN_S", 0.5)
+    wait.put(("4 GPUs are missing", 0.1))
+    threading.Timer(0.3, wait.put, ["joined"]).start()
+    assert wait.news_within(0.1, LATE, "") == "joined"
+    wait.put(("4 GPUs are missing", 0.1))
+    assert wait.news_within(0.1, LATE, "") == "late"
+    assert set(lines) == {"waiting for resources: 4 GPUs are missing: 0 s left (wait)"}
 
 
 def test_a_lost_node_is_waited_for_and_named(waiting):

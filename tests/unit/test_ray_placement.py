@@ -258,6 +258,7 @@ def test_auto_without_a_cluster_names_what_to_do(monkeypatch):
     for address, said in (
         ("auto", "start one with 'ray start --head'"),
         ("here:1", "could not be joined (Could not find"),
+        ("here:1", "if 'ray start' there said 'Token authentication is enabled', set RAY_AUTH_MODE=token here"),
     ):
         cluster = Cluster(LaunchRequest("run", launcher_options={"address": address, "cpus": 1.0}))
         with pytest.raises(ResourceError, match=re.escape(said)):

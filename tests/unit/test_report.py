@@ -147,6 +147,20 @@ def test_the_restarts_of_a_run_are_counted_without_changes_of_the_number_of_proc
     assert re.search(r"<dt>restarts</dt>\s*<dd[^>]*>2</dd>", report_text([run]))
 
 
+def test_a_change_of_the_number_of_processes_names_the_new_number(tmp_path):
+    names = (
+        ("regrouped", {"world_size": 1}),
+        ("started", {"world_size": 2}),
+        ("regrouped", {}),
+        ("started", {"world_size": 3}),
+    )
+    events = [{"time": BEGAN + 5 + number, "event": name, **sizes} for number, (name, sizes) in enumerate(names)]
+    run = write_run(tmp_path / "run", events=events)
+
+    assert [each["world_size"] for each in read_run(run).events if each["event"] == "regrouped"] == [2, 3]
+    assert re.search(r"number of processes changed</td>\s*<td[^>]*>world_size 2<", report_text([run]))
+
+
 def test_ranks_and_events_of_several_nodes_name_their_node(tmp_path):
     killed = {"time": BEGAN + 5, "event": "worker_failed", "rank": 3, "node": 1, "cause": "rank 3 on node 1 was killed"}
     lost = {"time": BEGAN + 6, "event": "node_lost", "node": 1, "cause": "node 1 has ended"}
@@ -323,6 +337,11 @@ def test_what_is_no_run_is_one_line_with_the_way_out(tmp_path):
     assert "has no metrics yet" in refused([run])
     (run / "metrics.jsonl").unlink()
     assert "has no metrics: only runs of a Trainer" in refused([run])
+    (run / ".part").write_text("node 1 of a run of node0\n")
+    text = (
+        "has no metrics, only the logs of node 1 of a run of node0: run this command on node 0, which has the metrics"
+    )
+    assert refused([run]).endswith(text)
 
 
 def test_a_file_that_cannot_be_read_is_one_line(tmp_path):

@@ -71,6 +71,19 @@ def test_fit_names_the_cause_that_why_names(tmp_path):
     assert str(failure(1, run)).startswith(cause)
 
 
+def test_fit_names_a_lost_node_and_no_log_of_the_rank_that_only_noticed_it(tmp_path):
+    run = RunDirectory(tmp_path)
+    text, lost = (
+        "rank 0 on node 0 (a) lost the connection to another rank",
+        "node 1 (b) has ended, or its connection broke",
+    )
+    run.event("worker_failed", rank=0, node=0, cause=text, kind="exception", traceback="Traceback ...")
+    run.event("node_lost", node=1, cause=lost)
+    assert str(failure(1, run)) == lost
+    run.event("node_failed", cause="node 1 (b) did not come back within 5 s (node_timeout)")
+    assert str(failure(1, run)) == "node 1 (b) did not come back within 5 s (node_timeout)"
+
+
 def test_a_finder_before_the_run_does_not_make_it_an_earlier_one(tmp_path):
     for name in ("learning-rate", "learning-rate-2"):
         (tmp_path / name).mkdir()

@@ -145,6 +145,13 @@ def test_the_cpu_limit_of_a_container_counts(monkeypatch, tmp_path, files, expec
 def test_the_start_names_the_backend_that_was_chosen_and_what_takes_long():
     assert starting_line(ProcessPlan(1, 2, "cpu", "pytorch-ddp")) == "starting 2 workers (pytorch-ddp, cpu)"
     assert starting_line(ProcessPlan(1, 1, "cpu", "single"), is_chosen=False) == "starting 1 worker (cpu)"
+    assert starting_line(ProcessPlan(1, 8, "cpu", "ray"), is_elastic=True).startswith(
+        "starting up to 8 workers (ray, cpu)"
+    )
+    assert (
+        starting_line(ProcessPlan(1, 2, "cpu", "pytorch-ddp"), is_elastic=True)
+        == "starting 2 workers (pytorch-ddp, cpu)"
+    )
     for name, word in {"ray": "Ray", "deepspeed": "DeepSpeed", "tensorflow": "TensorFlow"}.items():
         line = starting_line(ProcessPlan(1, 2, "cuda", name))
         assert line.startswith(f"starting 2 workers ({name}, cuda): ") and word in line and len(line) < 90

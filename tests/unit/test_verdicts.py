@@ -62,6 +62,20 @@ def test_a_stop_says_what_it_ends(run, is_starting, results, said):
     assert screen.getvalue() == said
 
 
+def test_a_stop_during_the_last_uploads_says_so_and_does_not_offer_to_continue(run):
+    write_result(run.path / "result.json", {"status": "running"})
+    screen = io.StringIO()
+    found = verdicts(run, screen, again="python -m distributed.cli train --resume")
+    found.begin({0: 0}, 0)
+    found.add({"op": "event", "kind": "uploads", "is_over": False, "rank": 0})
+    found.add({"op": "stop", "signum": signal.SIGINT, "is_first": True, "interrupts": 1, "is_starting": False})
+    found.add({"op": "event", "kind": "uploads", "is_over": True, "rank": 0})
+    found.add({"op": "exit", "local_rank": 0, "status": 0, "time": time.time()})
+    assert found.judge(0) is Verdict.DONE
+    found.show_end(found.exit_code())
+    assert screen.getvalue() == "SIGINT: stopping after the uploads\n"
+
+
 @pytest.mark.parametrize(
     ("num_begun", "num_to_begin", "is_starting"),
     [(0, 0, True), (1, 1, True), (2, 0, False), (3, 1, True), (4, 0, False)],

@@ -40,9 +40,8 @@ def made(
         {"time": now - len(events) + place, "event": name, **detail} for place, (name, detail) in enumerate(events, 1)
     ]
     (path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (path / "result.json").write_text(
-        json.dumps({"status": status, "steps": 40, "epochs": 1, "world_size": 2, **result})
-    )
+    known = {"steps": 40, "epochs": 1, "final_metrics": {"step": 40, "epoch": 1}, "world_size": 2}
+    (path / "result.json").write_text(json.dumps({"status": status, **known, **result}))
     return path
 
 
@@ -146,12 +145,114 @@ def test_a_launcher_that_ended_without_a_last_word_is_named(tmp_path: Path) -> N
         tmp_path / "run", started(), ("checkpoint_saved", {"step": 40, "checkpoint": "step-00000040"}), status="running"
     )
     (run / ".lock").write_text(DEAD.format(host=socket.gethostname()))
+    (run / "logs").mkdir()
+    (run / "logs/rank-0.log").touch()
     text = said(run)
     assert (
         ": killed at step 40" in text
         and "the launcher (process 4194300 on " in text
         and "it was killed (SIGKILL)" in text
     )
+
+
+def test_without_our_launcher_the_process_that_is_gone_is_rank_0(tmp_path: Path) -> None:
+    import socket
+
+    run = made(tmp_path / "run", started(), status="running")
+    (run / ".lock").write_text(DEAD.format(host=socket.gethostname()))
+    assert "cause rank 0 (process 4194300 on " in said(run) and "ended without recording a cause: it was" in said(run)
+    (run / "logs").mkdir()
+    (run / "logs/rank-0.log").touch()  # as of `train` under mpirun
+    (run / "config.yaml").write_text("num_nodes: 2\nsources:\n  num_nodes: launcher\n")
+    assert "cause rank 0 (process 4194300 on " in said(run)
+    (run / "config.yaml").unlink()
+    assert "cause the launcher (process 4194300 on " in said(run)
+
+
+LOST = {
+    "rank": 0, "node": 0, "cause": "rank 0 on node 0 (a) lost the connection to another rank", "kind": "exception", "in_step": 21,
+    "phase": "training", "place": "train.py, line 9, in <module>", "then": "restarting",
+}  # fmt: skip
+GONE = ("node_lost", {"node": 1, "cause": "node 1 (b) has ended, or its connection broke"})
+
+
+def test_a_lost_node_is_the_cause_of_a_lost_connection_before_it(tmp_path: Path) -> None:
+    back = ("node_joined", {"node": 1, "host": "b"}), ("restarted", {}), started(1, 20), ("finished", {})
+    run = made(tmp_path / "run", started(), ("worker_failed", LOST), GONE, *back, status="finished")
+    assert said(run).endswith(
+        "cause failed once before, last: node 1 (b) has ended, or its connection broke where node 1, step 21 (training)"
+        " then node 1 was lost and has joined again; restarted once, from step 20"
+    )
+    over = ("node_failed", {"cause": "node 1 (b) did not come back within 5 s (node_timeout)"})
+    run = made(tmp_path / "over", started(), ("worker_failed", LOST), GONE, over)
+    assert "cause node 1 (b) did not come back within 5 s (node_timeout) then node 1 was lost" in said(run)
+    killed = ("worker_failed", KILLED)
+    run = made(tmp_path / "other", started(), killed, GONE)  # it explains no failure with a cause of its own
+    assert "cause rank 1 was killed by signal 9 (SIGKILL)" in said(run)
+    run = made(tmp_path / "ray", started(), ("worker_failed", LOST), ("node_lost", {"node": "b"}))  # has no cause
+    assert "cause rank 0 on node 0 (a) lost the connection" in said(run)
+
+
+def test_nodes_that_come_and_leave_are_told_from_lost_ones(tmp_path: Path) -> None:
+    left = ("node_lost", {"node": 2, "cause": "node 2 (c, 10.0.0.3) was stopped by SIGTERM"})
+    come = ("node_joined", {"node": 2, "host": "c"}), ("regrouped", {"step": 28}), started(2, 28)
+    run = made(tmp_path / "run", started(), GONE, *come, status="finished")
+    assert said(run).endswith("then node 1 was lost; node 2 joined; went on, from step 28")
+    run = made(tmp_path / "left", started(), GONE, *come, left, ("finished", {}), status="finished")
+    assert said(run).endswith("then node 1 was lost; node 2 was stopped by SIGTERM; went on, from step 28")
+
+
+def test_what_the_launcher_was_about_to_do_is_told_as_done_afterwards(tmp_path: Path) -> None:
+    failed = ("worker_failed", {**KILLED, "then": "going on with 2 processes"})
+    assert "then going on with 2 processes" in said(made(tmp_path / "now", started(), failed, status="running"))
+    again = ("regrouped", {}), started(1, 10), ("regrouped", {}), started(2, 40), ("finished", {})
+    run = made(tmp_path / "fewer", started(), failed, *again, status="finished")
+    assert "then went on with 2 processes, from step 10, step 40 try" in said(run)
+    part = made(tmp_path / "part", started(), ("worker_failed", KILLED), started(1, 20), ("finished", {}))
+    assert "then went on, from step 20 try" in said(part)  # only node 0 records `restarted`
+    twice = ("restarted", {}), started(1, 10), failed, ("regrouped", {}), started(2, 30)
+    run = made(tmp_path / "both", started(), ("worker_failed", KILLED), *twice, status="running")
+    assert "then restarted once, went on with 2 processes, from step 10, step 30" in said(run)
+
+
+def test_the_last_line_is_that_of_the_failed_attempt(tmp_path: Path) -> None:
+    run = made(tmp_path / "run", started(), ("worker_failed", KILLED))
+    (run / "logs").mkdir()
+    note = (
+        "[W1127 21:53:37.491149907 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3"
+    )
+    (run / "logs/rank-1.log").write_text(
+        f"[rank 1 21:53:36] reading\n[rank 1 21:53:37] {note}\n[rank 1 21:53:38] [rank1]:{note}\n"
+    )
+    assert read_why(run).problem.last_output == "reading"  # type: ignore[union-attr]
+    made(
+        run,
+        started(),
+        ("worker_failed", KILLED),
+        ("restarted", {}),
+        started(1, 30),
+        ("finished", {}),
+        status="finished",
+    )
+    assert read_why(run).problem.last_output == ""  # type: ignore[union-attr]
+
+
+def test_a_node_that_a_signal_stopped_alone_has_saved(tmp_path: Path) -> None:
+    run = made(tmp_path / "part", started(), ("regrouped", {"step": 34}))
+    (run / "result.json").unlink()
+    (run / ".part").write_text("node 2 of a run of a\nprocess 4194300 on another-host\n")
+    assert said(run) == (
+        f"{run}: interrupted at step 34, according to node 2 of a run of a cause stopped by a signal, after a checkpoint"
+    )
+
+
+def test_nodes_that_are_missing_get_other_advice_than_ranks(tmp_path: Path) -> None:
+    cause = {"cause": "node 1 did not join within 15 s (start_timeout)"}
+    text = said(made(tmp_path / "nodes", ("node_failed", cause), steps=0, epochs=0, final_metrics=None))
+    assert "try If a node is missing, its command was not started" in text
+    assert text.endswith("Run distributed doctor --num-nodes N --node-rank R --master-addr HOST on each node.")
+    cause = {"cause": "rank 1 did not join within start_timeout=600 s: every rank must call fit()"}
+    assert "try If ranks of one node are missing" in said(made(tmp_path / "ranks", ("worker_failed", cause)))
 
 
 def test_a_lost_connection_is_not_the_cause_if_another_node_has_one(tmp_path: Path) -> None:
@@ -246,7 +347,7 @@ def test_json_has_the_same_and_no_run_is_an_error(tmp_path: Path, capsys: pytest
         "training",
     )
     with pytest.raises(
-        ConfigError, match=r"is not a run directory: name a run, 'distributed runs' lists those in ./runs"
+        ConfigError, match=r"is not a run directory: name a run, 'distributed runs \S*' lists those in it"
     ):
         run_command(["why", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"'distributed why' works on directories of this machine"):

@@ -314,7 +314,8 @@ def unreached(address: str, output: str) -> ResourceError:
     lines = [line for line in output.splitlines() if line.strip()]
     return ResourceError(
         f"the Ray cluster at {address} could not be joined ({lines[-1] if lines else 'no answer'}): 'ray status' there shows whether"
-        " it is healthy; both sides need the same version of Ray and the same RAY_AUTH_MODE"
+        " it is healthy; both sides need the same version of Ray and the same RAY_AUTH_MODE: if 'ray start' there said 'Token"
+        " authentication is enabled', set RAY_AUTH_MODE=token here, and the cluster's token in RAY_AUTH_TOKEN or ~/.ray/auth_token"
     )
 
 

@@ -77,7 +77,7 @@ class Patience:
                 continue
             if isinstance(news, str):
                 return news
-            waiting = _Countdown(f"waiting for resources: {news[0]}", news[1] + _MARGIN_S, "wait")
+            waiting = _Countdown(f"waiting for resources: {news[0]}", news[1], "wait", _MARGIN_S)
             waiting.show(self._display, is_first=True)
 
     def _look(self, lost: _Countdown) -> _Countdown:
@@ -113,10 +113,10 @@ class Patience:
 
 
 class _Countdown:
-    """A time limit that is counted down on the screen."""
+    """A time limit that is counted down on the screen. It is over `margin` seconds after the countdown has reached 0."""
 
-    def __init__(self, what: str, seconds: float, name: str) -> None:
-        self.what, self._seconds, self._name = what, seconds, name
+    def __init__(self, what: str, seconds: float, name: str, margin: float = 0.0) -> None:
+        self.what, self._seconds, self._name, self._margin = what, seconds, name, margin
         self._deadline = time.monotonic() + seconds
         self._next_line = time.monotonic() + _LINE_S
 
@@ -127,13 +127,13 @@ class _Countdown:
 
     def is_over(self) -> bool:
         """Return whether the time is over."""
-        return time.monotonic() >= self._deadline
+        return time.monotonic() >= self._deadline + self._margin
 
     def show(self, display: Display, *, is_first: bool = False) -> None:
         """Show from time to time how many seconds are left."""
         if not self.what or (time.monotonic() < self._next_line and not is_first):
             return
         self._next_line = time.monotonic() + _LINE_S
-        left = self._deadline - time.monotonic()
+        left = max(0.0, self._deadline - time.monotonic())
         end = f": {left:.0f} s left ({self._name})" if left < _LONG_S else ""
         display.handle({"kind": "notice", "text": f"{self.what}{end}"})

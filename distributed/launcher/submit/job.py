@@ -71,10 +71,32 @@ class BatchJob:
 
         `run_dir` and the flags `more` are words of the shell.
         """
-        own = [] if self.token_file is None else ["--token-file", str(self.token_file)]
+        own = [] if self.token_file is None else ["--token-file", str(self.token_file.absolute())]
         words = shlex.join([self.python, "-m", "distributed.cli", "train", *self.words, *own])
         script_args = f" -- {shlex.join(self.script_args)}" if self.script_args else ""
         return f"{words}{more and ' '}{more} --run-dir {run_dir} --resume{script_args}"
+
+    @contextlib.contextmanager
+    def writing(self, name: str, *, resume: bool) -> Iterator[Path]:
+        """Yield the path of the file `name` for the scheduler. The block submits the job and writes the file.
+
+        A run directory that did not exist before the block and is empty after it is removed.
+
+        Raises ConfigError if the run directory cannot be used, or if the file exists and `resume` is false.
+        """
+        is_new = not self.run_dir.exists()
+        RunDirectory(self.run_dir).check(resume=resume)
+        file = self.directory / name
+        if file.exists() and not resume:
+            raise ConfigError(
+                f"{str(self.run_dir)!r} has a job already ({file}): add --resume to submit it again, or name another with --run-dir"
+            )
+        try:
+            yield file
+        finally:
+            if is_new:
+                with contextlib.suppress(OSError):  # it is not empty
+                    self.run_dir.rmdir()
 
     def prepare(self, *, resume: bool) -> None:
         """Create the directory for the scheduler, and the file with the secret of the nodes, readable by its owner only.

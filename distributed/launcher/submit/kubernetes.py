@@ -10,6 +10,7 @@ import base64
 import json
 import re
 import secrets
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from distributed.launcher.submit.manifests import (
 )
 from distributed.launcher.submit.operators import rayjob_manifests, trainjob_manifests
 from distributed.launching.secret import shared_secret
-from distributed.runs.directory import JOB, RunDirectory
+from distributed.runs.directory import JOB
 
 if TYPE_CHECKING:
     import yaml
@@ -133,27 +134,19 @@ def submit(job: BatchJob, options: KubernetesOptions, *, resume: bool) -> str:
         ResourceError: there is no kubectl here, or the server refused. The file is written anyway.
     """
     text = manifest_text(job, options)
-    RunDirectory(job.run_dir).check(resume=resume)
-    file = job.directory / FILE
-    if file.exists() and not resume:
-        raise ConfigError(
-            f"{str(job.run_dir)!r} has a job already ({file}): add --resume to submit it again, or name another with --run-dir"
-        )
-    written = f"the manifests are written, their first lines say how to submit them: {file}"
-    try:
-        found = _find(job, options)
-    except ResourceError as error:
-        _write(file, text)
-        raise ResourceError(f"{error}; {written}") from None
-    if found and not resume:
-        raise ConfigError(
-            f"{found} is in the cluster already: choose another name with --job-name, or end it with 'kubectl delete {found}'"
-        )
-    _write(file, text)
-    try:
-        return _apply(job, options, file, found)
-    except ResourceError as error:
-        raise ResourceError(f"{error}; {written}") from None
+    with job.writing(FILE, resume=resume) as file:
+        try:
+            found = _find(job, options)
+            if found and not resume:
+                raise ConfigError(
+                    f"{found} is in the cluster already: choose another name with --job-name, or end it with 'kubectl delete {found}'"
+                )
+            _write(file, text)
+            return _apply(job, options, file, found)
+        except ResourceError as error:
+            _write(file, text)
+            words = "the manifests are written, their first lines say how to submit them"
+            raise ResourceError(f"{error}; {words}: {file}") from None
 
 
 def _write(file: Path, text: str) -> None:
@@ -217,12 +210,18 @@ def logs(run_dir: Path) -> Iterator[str]:
     """Yield the output of all pods of a submitted run. Each line begins with the name of its pod."""
     _, name, where = _submitted(run_dir)
     every = ("--prefix", "--tail=-1", "--max-log-requests=1000", "--ignore-errors")
+    is_empty = True
     with _start(*where, "logs", "--selector", f"{LABEL}={name}", *every) as running:
         assert running.stdout is not None
-        yield from running.stdout
+        for line in running.stdout:
+            is_empty = False
+            yield line
         _, errors = running.communicate()
     if running.returncode != 0:
         raise _refusal("logs", running.returncode, errors)
+    if is_empty:
+        status = f"distributed submit status {shlex.quote(str(run_dir))}"
+        yield f"no output: {name} has no pods, or they have written nothing yet; see '{status}'\n"
 
 
 def stop(run_dir: Path) -> str:

@@ -7,6 +7,7 @@ find (`JOB-0.JOB`). A pod that is lost is replaced by one of the same index, for
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from pathlib import PurePosixPath
@@ -15,6 +16,7 @@ from typing import Any
 from distributed.config.settings import DEFAULT_PORT, DistributedConfig
 from distributed.errors import ConfigError
 from distributed.launcher.submit.job import PREEMPTED, BatchJob
+from distributed.launcher.submit.kubernetes_values import FORMS, amount, check_form
 from distributed.launching.secret import VARIABLE
 
 LABEL = "distributed-trainer/run"  # on all objects of a run: the name of its job
@@ -22,7 +24,6 @@ CONTAINER = "node"  # Kubeflow Trainer wants this name
 _LONGEST = 47  # characters of a name; KubeRay allows no more
 _SUFFIX = 20  # characters of the time and the id at the end of a run's name
 _NAME = re.compile(rf"[a-z]([-a-z0-9]{{0,{_LONGEST - 2}}}[a-z0-9])?")  # a DNS label
-_QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|[MGTPE]|[KMGTPE]i)?")
 # Seconds until a pod on a node that does not answer is replaced; Kubernetes waits five minutes by default.
 _LOST_NODE_S = 30
 _NODE_TIMEOUT_S = 600  # time for a replacement pod to start; it may have to fetch its image
@@ -79,10 +80,19 @@ class KubernetesOptions:
             raise ConfigError(f"--user {self.user} is root or no user: give a number above 0")
         if self.retries < 0:
             raise ConfigError(f"--retries {self.retries} is negative: give 0 or more")
-        for name in ("cpus", "memory", "shm"):
-            value = getattr(self, name)
-            if value is not None and not _QUANTITY.fullmatch(value):
-                raise ConfigError(f"--{name} {value} is not a quantity of Kubernetes: write 8, 500m, 32Gi")
+        for name in FORMS:
+            given = self.secrets if name == "secret" else [getattr(self, name.replace("-", "_"))]
+            check_form(name, [value for value in given if value is not None])
+        amounts = {
+            name: amount(value, name)
+            for name in ("cpus", "memory", "shm")
+            if (value := getattr(self, name)) is not None
+        }
+        if amounts.get("memory", math.inf) <= amounts["shm"]:
+            raise ConfigError(
+                f"--memory {self.memory} must be more than --shm {self.shm}, whose content counts as memory of the pod: give more memory, or"
+                " a smaller --shm"
+            )
         path = PurePosixPath(self.volume_path)
         if not path.is_absolute() or ".." in path.parts or path in map(PurePosixPath, ("/", "/tmp", "/dev/shm")):
             raise ConfigError(
@@ -103,7 +113,8 @@ def check_name(name: str) -> None:
     """Raise ConfigError if `name` cannot be the name of a job."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"--job-name {name} is not a name in Kubernetes: use lower-case letters, digits and dashes, at most {_LONGEST}"
+            f"--job-name {name} is not a name in Kubernetes: begin with a lower-case letter, and use lower-case letters, digits and dashes,"
+            f" at most {_LONGEST} characters"
         )
 
 
@@ -217,9 +228,9 @@ def container(
     }
 
 
-def limits(job: BatchJob, options: KubernetesOptions, *, has_gpus: bool = True) -> dict[str, Any]:
-    """Return the resources of a container."""
-    gpus = job.plan.nproc_per_node if job.plan.device == "cuda" and has_gpus else None
+def limits(job: BatchJob, options: KubernetesOptions) -> dict[str, Any]:
+    """Return the resources of a container that trains."""
+    gpus = job.plan.nproc_per_node if job.plan.device == "cuda" else None
     asked = {"cpu": options.cpus, "memory": options.memory, options.gpu_resource: gpus}
     return {"resources": {"limits": {name: value for name, value in asked.items() if value is not None}}}
 
@@ -227,7 +238,8 @@ def limits(job: BatchJob, options: KubernetesOptions, *, has_gpus: bool = True) 
 def directory(job: BatchJob, options: KubernetesOptions) -> dict[str, Any]:
     """Return an init container that makes the run directory."""
     made = ["mkdir", "-p", run_dir_in_pod(job, options)]
-    return {"name": "directory", "image": options.image, "command": made, **_rights(options)}
+    resources = {"limits": {"cpu": "100m", "memory": "64Mi"}}
+    return {"name": "directory", "image": options.image, "command": made, "resources": resources, **_rights(options)}
 
 
 def _rights(options: KubernetesOptions) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
 
 from distributed.errors import ConfigError
 from distributed.launcher.submit.job import BatchJob
+from distributed.launcher.submit.kubernetes_values import amount
 from distributed.launcher.submit.manifests import (
     LABEL,
     KubernetesOptions,
@@ -23,6 +25,9 @@ from distributed.launcher.submit.manifests import (
 # Settings of a RayJob's command. The command runs on the head of the Ray cluster and joins this cluster.
 OF_RAYJOB: Mapping[str, str] = {"backend": "ray", "address": "auto"}
 _TRAINER = {"apiVersion": "trainer.kubeflow.org/v1alpha1"}
+# Limits of the pods that do not train. Those of the submitter are KubeRay's own default.
+_HEAD = {"cpu": "2", "memory": "8Gi"}
+_SUBMITTER = {"cpu": "1", "memory": "1Gi"}
 _PLAIN = re.compile(r"[\w.,:/=+@%-]+")  # a word that no shell changes
 
 
@@ -80,12 +85,14 @@ def rayjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str
             f"{wrong[0]!r} cannot be a word of a RayJob's entrypoint: use letters, digits and .,:/=+@%-_ in it"
         )
 
+    _check_cpus(job, options)
+
     def template(name: str, resources: dict[str, Any]) -> dict[str, Any]:
         spec = pod_spec(job, options, [container(job, options, [], None, name) | resources])
         return {"metadata": {"labels": {LABEL: job.name}}, "spec": spec}
 
     nodes = template("ray-worker", limits(job, options))
-    head = template("ray-head", limits(job, options, has_gpus=False))
+    head = template("ray-head", {"resources": {"limits": _HEAD}})
     del nodes["spec"]["restartPolicy"], head["spec"]["restartPolicy"]  # KubeRay restarts the nodes of its cluster
     head["spec"]["initContainers"] = [directory(job, options)]
     count = job.plan.num_nodes
@@ -96,10 +103,21 @@ def rayjob_manifests(job: BatchJob, options: KubernetesOptions) -> list[dict[str
         "entrypoint": " ".join(command),
         "backoffLimit": options.retries,  # each attempt has a new cluster and continues the run
         "shutdownAfterJobFinishes": True,
-        "submitterPodTemplate": template("submitter", {}),
+        "submitterPodTemplate": template("submitter", {"resources": {"limits": _SUBMITTER}}),
         "rayClusterSpec": {
             "headGroupSpec": {"rayStartParams": {"num-cpus": "0"}, "template": head},
             "workerGroupSpecs": [workers],
         },
     }
     return [{"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata(job, options), "spec": spec}]
+
+
+def _check_cpus(job: BatchJob, options: KubernetesOptions) -> None:
+    """Raise ConfigError if a worker pod has fewer CPUs than Ray reserves for its processes."""
+    each = job.settings.config.options("ray").cpus_per_worker if job.settings is not None else 1
+    wanted = job.plan.nproc_per_node * each
+    if options.cpus is not None and math.ceil(amount(options.cpus, "cpus")) < wanted:
+        raise ConfigError(
+            f"--cpus {options.cpus} is too few: Ray reserves {each:g} for each of the {job.plan.nproc_per_node} processes of a pod: give"
+            f" --cpus {math.ceil(wanted)} or more"
+        )

@@ -10,8 +10,10 @@ import dataclasses
 import json
 import logging
 import os
+import re
 import shlex
 import socket
+import textwrap
 import urllib.parse
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
 from distributed.config.registry import backend_entry
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher.submit.job import BatchJob, reading
-from distributed.runs.directory import JOB, RunDirectory
+from distributed.runs.directory import JOB
 
 FILE = "ray.json"  # in RUN/job
 _WRITTEN = ("address", "id", "run_dir")  # the fields of the file that are read
@@ -32,6 +34,11 @@ ADDRESS_VARIABLE = "RAY_API_SERVER_ADDRESS"  # Ray's own
 _REACH_S = 5.0  # time for the server to accept a connection
 _STOP_MARGIN_S = 30  # beyond the time that workers may take to end after a signal
 _EXCLUDED = ("runs", ".venv", "__pycache__")
+_TOO_LARGE = "status code 413"  # in Ray's error
+_ERROR = re.compile(r"[Ee]rror: ")
+_WRAPPER = textwrap.TextWrapper(
+    80, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,23 +121,49 @@ def submit(job: BatchJob, options: RayJobOptions, working_dir: Path, *, resume: 
     """Upload the working directory, submit the job, write RUN/job/ray.json, and return the job's id.
 
     Raises:
-        ConfigError: the run directory cannot be used.
+        ConfigError: the run directory cannot be used, or an earlier job of the run has not ended.
         ResourceError: Ray is not installed, or the server refuses the job. The message has the server's words.
     """
     if not is_installed("ray"):
         raise ResourceError(f"Ray is not installed here: run {backend_entry(BACKEND).install}")
-    RunDirectory(job.run_dir).check(resume=resume)
     command = entrypoint(job, options)
-    with _asking(options.address) as client:
-        number: str = client.submit_job(
-            entrypoint=command,
-            runtime_env=runtime_env(options, working_dir),
-            metadata={"job_submission_name": job.name},
-        )
-    content = {"address": options.address, "id": number, "entrypoint": command, "run_dir": run_dir_of(job, options)}
-    job.directory.mkdir(exist_ok=True)
-    (job.directory / FILE).write_text(json.dumps(content, indent=1) + "\n")
+    with job.writing(FILE, resume=resume) as file:
+        if file.exists():
+            _check_ended(job.run_dir)
+        with _asking(options.address) as client:
+            number: str = client.submit_job(
+                entrypoint=command,
+                runtime_env=runtime_env(options, working_dir),
+                metadata={"job_submission_name": job.name},
+            )
+        content = {"address": options.address, "id": number, "entrypoint": command, "run_dir": run_dir_of(job, options)}
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps(content, indent=1) + "\n")
     return number
+
+
+def _check_ended(run_dir: Path) -> None:
+    """Raise ConfigError if the job that was submitted last is waiting or running. Its ID would be lost.
+
+    A job that the server does not know has ended with its cluster. Raises ResourceError if the server does not answer.
+    """
+    try:
+        job = written(run_dir)
+    except ConfigError:  # the file has no ID that can be lost
+        return
+    try:
+        with _asking(job["address"]) as client:
+            found = [each for each in client.list_jobs() if each.submission_id == job["id"]]
+    except ResourceError as error:
+        file = run_dir / JOB / FILE
+        raise ResourceError(
+            f"whether the last job {job['id']} has ended is not known: {error}; if its cluster has ended, delete {str(file)!r}"
+        ) from None
+    if living := [each.status.value for each in found if not each.status.is_terminal()]:
+        raise ConfigError(
+            f"job {job['id']} of this run has not ended ({living[0]}): wait for its end, or end it with"
+            f" 'distributed submit stop {shlex.quote(str(run_dir))}', then repeat the command"
+        )
 
 
 def written(run_dir: Path) -> dict[str, str]:
@@ -148,12 +181,19 @@ def written(run_dir: Path) -> dict[str, str]:
 
 
 def status(run_dir: Path) -> str:
-    """Return the state of the job at Ray, in one line."""
+    """Return the state of the job at Ray in one line, and Ray's message below it, with the last error first."""
     job = written(run_dir)
     with _asking(job["address"]) as client:
         info = client.get_job_info(job["id"])
     code = "" if info.driver_exit_code is None else f"  exit code {info.driver_exit_code}"
-    return f"{job['id']}  {info.status.value}{code}  {' '.join((info.message or '').split())}".rstrip()
+    return "\n".join([f"{job['id']}  {info.status.value}{code}", *_message_lines(info.message or "")])
+
+
+def _message_lines(message: str) -> list[str]:
+    """Return the lines of a message, which may end with the last lines of the log. The last error comes first."""
+    lines = [line for line in message.splitlines() if line.strip()]
+    first = max((number for number, line in enumerate(lines) if _ERROR.search(line)), default=0)
+    return [part for line in lines[first:] + lines[:first] for part in _WRAPPER.wrap(line)]
 
 
 def logs(run_dir: Path) -> str:
@@ -190,6 +230,11 @@ def _asking(address: str) -> Iterator[Any]:
         raise ResourceError(f"the Ray Jobs API at {address} refused: {words}: {fix}") from None
     # Ray raises RuntimeError with the server's answer, and ValueError for a directory that is too large.
     except (RuntimeError, ValueError, OSError, requests.exceptions.RequestException) as error:
+        if _TOO_LARGE in str(error):
+            raise ResourceError(
+                f"the working directory is too large for the Ray Jobs API at {address} (limit 100 MiB): leave files out with --exclude"
+                " or .gitignore"
+            ) from None
         no_api = isinstance(error, ConnectionError)
         fix = "give the port of its dashboard (8265)" if no_api else "see the logs of the head's dashboard"
         words = _one_line(str(error))

@@ -22,7 +22,10 @@ from distributed.launcher.submit.job import PREEMPTED, BatchJob
 from distributed.runs.directory import JOB
 
 FILE, _STOP, _NUMBER = "job.sbatch", "stop", "number"  # files in RUN/job
-_ANSWER_S = 60.0  # time limit for a command of SLURM
+_ANSWER_S = 90.0  # time limit for a command of SLURM, which itself tries for a minute to read its configuration
+_GONE = "Invalid job id specified"  # SLURM's words for a job that ended some time ago
+_SETTINGS, _END_OF_SETTINGS = "settings=(", ")"  # lines of the file, around the settings of the tasks of an array
+_SHOWN_TASKS = 20
 _TIME = re.compile(r"\d+|\d+:\d+(:\d+)?|\d+-\d+(:\d+){0,2}")
 _EARLY_S = 60  # SLURM may send the signal this much earlier than asked (sbatch, --signal)
 
@@ -164,9 +167,9 @@ def _grid(options: SlurmOptions) -> list[str]:
     ]
     return [
         "# the settings of each task of the array",
-        "settings=(",
+        _SETTINGS,
         *(f"  {shlex.quote(row)}" for row in rows),
-        ")",
+        _END_OF_SETTINGS,
         "",
     ]
 
@@ -204,19 +207,35 @@ def number_of(run_dir: Path) -> str:
     return (directory / _NUMBER).read_text().strip()
 
 
+def task_lines(run_dir: Path) -> list[str]:
+    """Return the settings of each task of the newest array, one line each, as the batch file has them. Of many, return the first."""
+    file = run_dir / JOB / FILE
+    rest = file.read_text().partition(f"\n{_SETTINGS}\n")[2]
+    rows = rest.partition(f"\n{_END_OF_SETTINGS}\n")[0].splitlines()
+    lines = [f"task {task}  " + row.strip(" '") for task, row in enumerate(rows[:_SHOWN_TASKS])]
+    return lines + ([f"and {len(rows) - _SHOWN_TASKS} more tasks, see {file}"] if len(rows) > _SHOWN_TASKS else [])
+
+
 def status(number: str) -> str:
-    """Return the state of a job in SLURM, one line for each of its tasks, or a line that it has left the queue."""
-    listed = _ask(
-        "squeue", "--noheader", "--states=all", "--jobs", number, "--format", "%i  %T  %M of %l  %R", check=False
-    )
-    return listed or f"{number}  not in the queue any more"
+    """Return the state of a job in SLURM, one line for each of its tasks, or a line that it has left the queue.
+
+    Raises ResourceError if `squeue` fails.
+    """
+    shown = ("--noheader", "--states=all", "--sort=i", "--format", "%i  %T  %M of %l  %R")
+    listed = _ask_about("squeue", *shown, "--jobs", number) or f"{number}  not in the queue any more"
+    return "\n".join(f"job {line}" for line in listed.splitlines())
 
 
-def stop(number: str, run_dir: Path) -> None:
-    """End a job for good: a running one saves first, a waiting one leaves the queue. Raises ResourceError if SLURM refuses."""
+def stop(number: str, run_dir: Path) -> str:
+    """End a job for good, and return what was done: a running job saves first, a waiting one leaves the queue.
+
+    Raises ResourceError if SLURM refuses.
+    """
     (run_dir / JOB / f"{_STOP}-{number}").touch()
-    _ask("scancel", "--state=PENDING", number)
-    _ask("scancel", "--signal=TERM", "--state=RUNNING", number)
+    was_there = _ask_about("scancel", "--state=PENDING", number) is not None
+    if _ask_about("scancel", "--signal=TERM", "--state=RUNNING", number) is not None:
+        return "was told to save and end"
+    return "was taken out of the queue" if was_there else "has ended already"
 
 
 def output_files(number: str, directory: Path) -> list[Path]:
@@ -224,7 +243,17 @@ def output_files(number: str, directory: Path) -> list[Path]:
     return sorted([*directory.glob(f"output-{number}.txt"), *directory.glob(f"output-{number}_*.txt")])
 
 
-def _ask(*command: str, check: bool = True) -> str:
+def _ask_about(*command: str) -> str | None:
+    """Run a command of SLURM about a job and return its output, or None if SLURM does not know the job any more."""
+    try:
+        return _ask(*command)
+    except ResourceError as error:
+        if _GONE not in str(error):
+            raise
+        return None
+
+
+def _ask(*command: str) -> str:
     """Run a command of SLURM and return its output. Raises ResourceError with the command's own words."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
@@ -232,7 +261,7 @@ def _ask(*command: str, check: bool = True) -> str:
         raise ResourceError(f"{command[0]} is not on this machine: run this where SLURM is") from None
     except subprocess.TimeoutExpired:
         raise ResourceError(f"{command[0]} did not answer within {_ANSWER_S:g} s: is SLURM's controller up?") from None
-    if check and done.returncode != 0:
+    if done.returncode != 0:
         words = " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         raise ResourceError(f"{command[0]} refused: {words}")
     return done.stdout.strip()
