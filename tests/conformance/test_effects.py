@@ -47,7 +47,7 @@ OF_SUITE = {
 OF_ALL = {
     "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
     "checkpoint_trainable_only", "init_from", "data.presharded", "data.remove_unused_columns", "profile",
-    "num_nodes", "master_addr", "nproc_per_node", "min_nproc_per_node", "num_gpus", "gpus_per_node", "device", "wait",
+    "num_nodes", "min_nodes", "master_addr", "nproc_per_node", "min_nproc_per_node", "num_gpus", "gpus_per_node", "device", "wait",
 }  # fmt: skip
 
 
