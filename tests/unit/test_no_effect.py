@@ -238,6 +238,13 @@ def test_workers_on_a_cluster_that_ray_joined_meet_at_the_port():
     assert without_effect(situation("ray", {**settings, "address": "10.0.0.1:6379"}, "ours", 1, 2)) == {}
 
 
+def test_an_elastic_run_on_its_last_node_still_has_an_address_for_others():
+    address = {"master_addr": "node0", "master_port": 29511}
+    for nodes, missing in (("1:3", {}), (1, dict.fromkeys(address, "one node"))):
+        found = without_effect(situation("pytorch-ddp", {**address, "num_nodes": nodes}, "ours", 1, 2))
+        assert {name: found[name] for name in address if name in found} == missing
+
+
 def test_what_one_process_of_horovod_cannot_use_is_named():
     needs_backend("horovod")
     options = {"horovod": {"compression": "fp16", "timeline": "t.json"}}
