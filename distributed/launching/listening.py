@@ -37,8 +37,7 @@ def listen_at(host: str, port: int, *, is_alone: bool = False, family: int = soc
 
 def may_listen_at(host: str, port: int) -> bool:
     """Return whether `host` is this machine, and nobody listens at the port yet. Raises OSError if `host` is not known."""
-    found, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    if not _is_of_this_machine(found, where):
+    if not is_own_host(host):
         return False
     try:
         listen_at(host, port).close()
@@ -49,7 +48,7 @@ def may_listen_at(host: str, port: int) -> bool:
 
 def is_own_host(host: str) -> bool:
     """Return whether `host` is this machine. Raises OSError if `host` is not known."""
-    found, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_STREAM)[0]
+    found, _, _, _, where = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return _is_of_this_machine(found, where)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.errors import TrainingError
-from distributed.launching.listening import is_loopback, reachable_address
+from distributed.launching.listening import is_loopback, is_own_host
 from distributed.launching.node_rounds import SHOWN_AFTER_S
 from distributed.launching.node_server import BEAT_S, LOST_AFTER_S, seals
 from distributed.launching.seal import LINE_BYTES, Seal, SealedConnection
@@ -75,9 +75,9 @@ class Round:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether `host` is a name or an address of this machine alone."""
+    """Return whether `host` is known and is this machine."""
     with contextlib.suppress(OSError):
-        return is_loopback(reachable_address(host))
+        return is_own_host(host)
     return False
 
 

@@ -55,9 +55,8 @@ class RunState:
     error: str | None
     restarts: int
     host: str  # the other machine on which the run goes on, or ""
-    part_of: str = (
-        ""  # the node whose part of the run this is, such as "node 1 of a run of 10.0.0.1"; "" for the run itself
-    )
+    # The node whose part of the run this is, such as "node 1 of a run of 10.0.0.1"; "" for the run itself.
+    part_of: str = ""
     ranks: tuple[int, ...] = ()  # ranks that have a log here, for a part of a run only
 
     @property

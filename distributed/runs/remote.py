@@ -32,9 +32,8 @@ class RemoteRun:
 
     path: Path
     address: str
-    _sent: dict[str, tuple[int, int]] = dataclasses.field(
-        default_factory=dict
-    )  # name -> (bytes, mtime) that was uploaded
+    # Name of a file -> its bytes and its time of change when it was uploaded.
+    _sent: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, path: Path) -> RemoteRun | None:

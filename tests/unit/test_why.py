@@ -224,7 +224,8 @@ def test_the_last_line_is_that_of_the_failed_attempt(tmp_path: Path) -> None:
     (run / "logs/rank-1.log").write_text(
         f"[rank 1 21:53:36] reading\n[rank 1 21:53:37] {note}\n[rank 1 21:53:38] [rank1]:{note}\n"
     )
-    assert read_why(run).problem.last_output == "reading"  # type: ignore[union-attr]
+    problem = read_why(run).problem
+    assert problem is not None and problem.last_output == "reading"
     made(
         run,
         started(),
@@ -234,7 +235,8 @@ def test_the_last_line_is_that_of_the_failed_attempt(tmp_path: Path) -> None:
         ("finished", {}),
         status="finished",
     )
-    assert read_why(run).problem.last_output == ""  # type: ignore[union-attr]
+    problem = read_why(run).problem
+    assert problem is not None and problem.last_output == ""
 
 
 def test_a_node_that_a_signal_stopped_alone_has_saved(tmp_path: Path) -> None:
