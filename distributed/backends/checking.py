@@ -94,8 +94,9 @@ class MeansCheck:
 
     def _judged(self, updates: Sequence[Update]) -> dict[str, tuple[bool | None, float]]:
         """Return name -> (whether it is a mean, its value) for the samples of `updates`."""
-        # Drop `JOINED`, because the samples may be in any order here.
-        calls = [[(Arguments(value.args, {}), n) for value, n in update] for update in updates]
+        # Drop `JOINED`, because the samples may be in any order here. A value may hold several micro-batches, so the values of the
+        # ranks may differ in their numbers of samples by more than one and cannot be put into one update.
+        calls = [[(Arguments(value.args, {}), n)] for update in updates for value, n in update]
         args, number = self._engine.joined(calls).args, sum(n for update in updates for _, n in update)
         found: dict[str, tuple[bool | None, float]] = {}
         for name, function in self._functions.items():
