@@ -19,7 +19,7 @@ COMMAND = "distributed train --script examples/train.py --nproc-per-node 2 --epo
 COLUMNS = 108
 
 
-def main() -> None:
+def main(image: Path = IMAGE) -> None:
     """Run the command in a terminal of its own and save what it showed."""
     with tempfile.TemporaryDirectory(prefix="draw-run-") as name:
         Path(name, "examples").symlink_to(ROOT / "examples")
@@ -28,7 +28,7 @@ def main() -> None:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         console.print(Text.from_ansi(f"$ {COMMAND}\n{last_drawn(shown)}\n"))
         drawn = console.export_svg(title="distributed train")
-    IMAGE.write_text(without_fonts(drawn))
+    image.write_text(without_fonts(drawn))
 
 
 def in_terminal(argv: list[str], directory: Path) -> str:

@@ -26,9 +26,12 @@ WORLDS = {  # name -> the backend with its settings, and the optimizers that it 
     "ray": ("ray[cpus_per_worker=0.5]", OPTIMIZERS), "zero-0": ("deepspeed[zero_stage=0]", OPTIMIZERS),
     "zero-3": ("deepspeed[zero_stage=3]", ON_SHARDS),
 }  # fmt: skip
-CASES = ("plateau", "stream", "logged", "by-the-clock", "evaluated", "saved")
+NUMBERS = ("epoch", "loss", "accuracy", "val_loss", "val_accuracy")
+CASES = ("plateau", "arrays", "stream", "logged", "by-the-clock", "evaluated", "saved")
 TRAINED = [
-    (name, case) for name, (_, optimizers) in WORLDS.items() for case in (*optimizers, "plateau", "stream", "evaluated")
+    (name, case)
+    for name, (_, optimizers) in WORLDS.items()
+    for case in (*optimizers, "plateau", "arrays", "stream", "evaluated")
 ]
 # The adapter of one process, and those of two, of a Keras model. Two of them train it on TensorFlow.
 ONE = "single:1"
@@ -125,6 +128,19 @@ def assert_validated_within(one, two, limit):
 @pytest.mark.parametrize("name", WORLDS)
 def test_a_stream_that_never_ends_is_validated_within(started, alone, name):
     assert_validated_within(alone["stream", dtype_of(name)], started[name], allowed(name))
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_arrays_and_names_as_in_keras_give_the_numbers_of_one_process(started, alone, name):
+    one, limit = alone["arrays", dtype_of(name)], allowed(name)
+    rows, found = (
+        [{key: row[key] for key in NUMBERS} for row in facts(out, "arrays")["rows"]] for out in (one, started[name])
+    )
+    assert [row["epoch"] for row in rows] == [1, 2, 3] and len({row["val_accuracy"] for row in rows}) > 1
+    assert found == [pytest.approx(row, abs=limit) for row in rows]
+    predicted = json.loads((one / "arrays-0.json").read_text())["predicted"]
+    for rank in seen_by_ranks(started[name], "arrays"):
+        assert numpy.asarray(rank["predicted"]) == pytest.approx(numpy.asarray(predicted), abs=limit)
 
 
 def seen_by_ranks(out, case):

@@ -234,6 +234,7 @@ def test_what_the_step_would_leave_out_or_contradict_is_refused(start, tmp_path)
         "muon": "optimizer='muon' does not work with Keras models: choose adamw, or pass keras.optimizers.Muon(...)",
         "layer rates": "layer_rates names 'nosuch', but no trainable parameter begins with it",
         "recomputing": "keras.RematScope()",
+        "several models": "models['a'] is a Keras model: pass torch modules, or train it alone, Trainer(model)",
         "fsdp": "does not take Keras models: fully_shard replaces the parameters",
         "deepspeed": "does not take Keras models: its engine replaces the parameters",
     }

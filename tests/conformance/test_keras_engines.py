@@ -37,7 +37,10 @@ ENGINES = {
         3, ON_TENSORFLOW, "horovod-tensorflow-2", ("compiled", "empty-slices", "arrived", "float32", "float32-again"),
     ),
     "horovod": (2, ["horovod"], "single", (*SAME, "arrived", *AVERAGED)),
-    "ray": (2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived")),
+    "pytorch-ddp": (2, ["pytorch-ddp"], "single", ("compiled", "empty-slices", "arrived", *AVERAGED)),
+    "ray": (
+        2, ["ray", "--set", "ray.cpus_per_worker=0.5"], "single", ("compiled", "empty-slices", "arrived", *AVERAGED)
+    ),
 }  # fmt: skip
 OTHERS = [pytest.param(name, marks=() if name == "horovod" else FULL) for name in ENGINES if name != "single"]
 pytestmark = pytest.mark.timeout(800)
@@ -104,7 +107,9 @@ def test_a_checkpoint_of_another_engine_goes_on_as_if_nothing_had_happened(ran, 
     assert distance(expected["whole"][0], expected["saved"][0]) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["single", "horovod"])
+@pytest.mark.parametrize(
+    "name", ["single", "horovod", *(pytest.param(each, marks=FULL) for each in ("pytorch-ddp", "ray"))]
+)
 def test_averaged_weights_follow_their_formula_and_go_on_after_a_resume(ran, name):
     whole, resumed = (ran(name)[1][case] for case in AVERAGED)
     for rank in whole:

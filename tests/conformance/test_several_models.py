@@ -183,7 +183,7 @@ def test_different_calls_on_two_ranks_are_an_error_on_both(started, world):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world", ["ddp-2", "fsdp-2"])
+@pytest.mark.parametrize("world", ["ddp-2", "fsdp-2", "ray-2"])
 def test_bf16_moves_the_weights_as_in_one_process(mixed, job, world):
     """Rounding is the difference that bf16 makes in one process. Another split of a batch rounds differently, and not more."""
     one, many = mixed["single"], mixed[world]

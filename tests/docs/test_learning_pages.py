@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
+import html
 import importlib.util
 import inspect
 import re
@@ -25,6 +27,7 @@ from distributed.errors import ConfigError
 from tests.cli.test_help import parse
 from tests.conftest import needs_backend
 from tests.docs.test_pages import LEARNING, ROOT, blocks, name_of, write_files
+from tests.kernel import QUIET, Kernel
 
 # Pages whose trainings run. Those of other pages are only parsed, unless they have --dry-run: the scripts of coming-from/ run below.
 REAL = ("start", "tutorials/")
@@ -65,18 +68,19 @@ def prepare(page, directory):
 
 
 def steps(page):
-    """Return what happens from the top to the bottom of a page: ("python", code), ("bash", line) or ("output", text)."""
-    found, cells = [], ""
+    """Return what happens from the top to the bottom of a page: ("python", code), ("notebook", cell), ("bash", line) or
+    ("output", text)."""
+    found = []
     for language, beside, code in blocks(page):
         if (language, beside) == ("python", "notebook"):
-            cells += code + "\n"
+            found.append(("notebook", code))
         elif (language, beside) == ("python", ""):
             found.append(("python", code))
         elif language == "bash":
             found += [("bash", line) for line in code.splitlines() if line.startswith("python ")]
         elif (language, beside) == ("text", "output"):
             found.append(("output", code))
-    return [*found, ("python", cells)] if cells else found
+    return found
 
 
 def shows(text, output):
@@ -85,6 +89,7 @@ def shows(text, output):
     return re.search(f"^{pattern}", output, re.M | re.S)
 
 
+@QUIET
 @pytest.mark.docs
 @pytest.mark.parametrize(
     "page",
@@ -95,22 +100,28 @@ def test_a_page_runs_from_top_to_bottom(page, run_python, tmp_path):
         needs_backend(backend)
     prepare(page, tmp_path)
     output = ""
-    for number, (kind, text) in enumerate(steps(page)):
-        if kind == "output":
-            assert shows(text, output), f"{text}\n--- is not in\n{output}"
-            continue
-        if kind == "python":
-            (tmp_path / f"sample-{number}.py").write_text(text)
-            words = [f"sample-{number}.py"]
-        else:
-            words = shlex.split(text)[1:]
-            is_training = words[1:3] == ["distributed.cli", "train"] and "--dry-run" not in words
-            if is_training and not name_of(page).startswith(REAL):
-                parse(words[2], words[3:])
+    with contextlib.ExitStack() as stack:
+        kernel = functools.cache(lambda: stack.enter_context(Kernel(tmp_path)))  # one for all cells of the page
+        for number, (kind, text) in enumerate(steps(page)):
+            if kind == "output":
+                assert shows(text, output), f"{text}\n--- is not in\n{output}"
                 continue
-        done = run_python(words, timeout=120, cwd=tmp_path)
-        assert done.returncode == 0, f"{text}\n{done.output}"
-        output = done.stdout
+            if kind == "notebook":
+                output = kernel().run(text)
+                assert [each.text for each in kernel().outputs if each.get("name") == "stderr"] == []
+                continue
+            if kind == "python":
+                (tmp_path / f"sample-{number}.py").write_text(text)
+                words = [f"sample-{number}.py"]
+            else:
+                words = shlex.split(text)[1:]
+                is_training = words[1:3] == ["distributed.cli", "train"] and "--dry-run" not in words
+                if is_training and not name_of(page).startswith(REAL):
+                    parse(words[2], words[3:])
+                    continue
+            done = run_python(words, timeout=120, cwd=tmp_path)
+            assert done.returncode == 0, f"{text}\n{done.output}"
+            output = done.stdout
 
 
 @pytest.mark.docs
@@ -243,3 +254,20 @@ def test_the_pictures_are_what_the_script_draws():
     for name, draw in drawn.items():
         assert (ROOT / "docs" / "images" / f"concept-{name}.svg").read_text() == draw()
         assert f"](../images/concept-{name}.svg)" in page_of(f"concepts/{name}").read_text()
+
+
+def texts(picture):
+    """Return the lines of a picture of a terminal, with 0 for each number."""
+    rows = {}
+    for x, y, text in re.findall(r'<text[^>]* x="([\d.]+)" y="([\d.]+)"[^>]*>(.*?)</text>', picture.read_text()):
+        rows.setdefault(float(y), []).append((float(x), html.unescape(text)))
+    return [re.sub(r"[\d.]+", "0", "".join(text for _, text in sorted(row))) for _, row in sorted(rows.items())]
+
+
+@pytest.mark.docs
+@pytest.mark.full
+def test_the_picture_of_a_run_shows_what_a_run_prints(tmp_path):
+    script = runpy.run_path(str(ROOT / "scripts" / "draw_run.py"))
+    script["main"](tmp_path / "run.svg")
+    drawn = texts(tmp_path / "run.svg")
+    assert drawn == texts(script["IMAGE"]) and len(drawn) > 12

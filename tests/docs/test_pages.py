@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed.cli.__main__ import VERBS
 from distributed.config.registry import REGISTRY, option_class
 from tests.cli.test_help import parse
 from tests.conftest import needs_backend
@@ -191,6 +192,26 @@ def test_every_reason_for_not_training_has_a_command():
 def test_command_line_sample_that_needs_others_parses(page, command):
     verb, *arguments = shlex.split(command.removeprefix(f"{PYTHON}.cli "))
     parse(verb, arguments)
+
+
+def shown_only(page):
+    """Return the commands of this package in samples that are only shown, since they need a cluster or a GPU."""
+    samples = re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text(), re.M | re.S)
+    lines = "".join(text for language, text in samples if language in ("text", "")).replace("\\\n", " ").splitlines()
+    found = [re.search(r"(?<!\S)(?:python3? -m distributed\.cli|distributed) ([a-z-]+) (.*)", line) for line in lines]
+    return [(each[1], each[2].partition(" #")[0]) for each in found if each and each[1] in VERBS]
+
+
+SHOWN = [
+    pytest.param(verb, words, id=f"{name_of(page)}-{i}")
+    for page in PAGES
+    for i, (verb, words) in enumerate(shown_only(page))
+]
+
+
+@pytest.mark.parametrize(("verb", "words"), SHOWN)
+def test_a_command_that_is_only_shown_parses(verb, words):
+    parse(verb, shlex.split(words))
 
 
 def test_every_page_has_samples_of_both_kinds():

@@ -28,7 +28,7 @@ from torch import nn
 
 import distributed
 from distributed import Callback
-from distributed.callbacks import ExponentialMovingAverage
+from distributed.callbacks import DeviceStats, ExponentialMovingAverage, ThroughputAndMFU
 
 
 def test_training_on_the_device_learns_and_gives_the_numbers_of_a_cpu():
@@ -151,6 +151,22 @@ def test_averaged_weights_are_those_of_a_cpu():
         ours = trainer(models[device], epochs=2, dtype="float64", device=device, callbacks=[ema])
         assert ours.fit(loader(), data(96)).steps == ema.num_averaged == 24
     assert distance(weights(models[DEVICE]), weights(models["cpu"])) < 1e-9
+
+
+def test_the_use_of_the_gpu_and_its_share_of_the_peak_are_logged(gpu):
+    gpu("the counters of a GPU")
+    callbacks = [DeviceStats(), ThroughputAndMFU(peak_flops=1e15)]
+    settings = {"epochs": 2, "mixed_precision": "bf16", "log_every_n_steps": 4, "callbacks": callbacks}
+    history = trainer(Net(width=512), **settings).fit(loader())
+    rows = [json.loads(line) for line in Path(history.run_dir, "metrics.jsonl").read_text().splitlines()]
+    lines = [row for row in rows if row["split"] == "train"]
+    assert len(lines) > 2
+    for line in lines[1:]:
+        assert line["flops_per_second"] > 0 and line["mfu"] == pytest.approx(line["flops_per_second"] / 1e15)
+    assert any("gpu/memory_gib_0" in line for line in lines)
+    assert all(
+        0 < line.get("gpu/memory_gib_0", 1) < 1000 and 0 <= line.get("gpu/utilization_0", 0) <= 100 for line in lines
+    )
 
 
 def test_several_models_get_the_weights_of_a_cpu():

@@ -14,7 +14,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
-from distributed import Callback, Trainer
+from distributed import Callback, Trainer, load_weights
 from distributed.backends._torch.schedule import Schedule
 from distributed.callbacks import EarlyStopping
 from distributed.checkpoints.state_file import from_json
@@ -306,6 +306,25 @@ def test_a_stream_that_never_ends_is_validated_within(tmp_path: Path, monkeypatc
     rows = Trainer(line, **FIT, max_steps=10, validate_every_n_steps=4).fit(Endless(), PAIRS).rows
     assert [row["step"] for row in rows] == [4, 8, 10]
     assert [row["val_loss"] for row in rows] == pytest.approx(losses_by_hand([4, 8, 10]), rel=1e-12)
+
+
+def test_the_best_of_the_validations_within_an_epoch_is_kept_beside_the_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = Trainer(line, **FIT, max_steps=6).fit(Endless())  # the targets of validation are its outputs
+    best = line().double()
+    load_weights(best, first.run_dir)
+    wanted = TensorDataset(PAIRS.tensors[0], best(PAIRS.tensors[0].double()).detach().float())
+    settings = {"max_steps": 11, "validate_every_n_steps": 2, "checkpoint_every_n_steps": 1, "keep_latest_k": 1}
+    history = Trainer(line, **FIT, **settings).fit(Endless(), wanted)
+
+    assert min(history.rows, key=lambda row: row["val_loss"])["step"] == 6
+    kept = sorted(path.name for path in Path(history.run_dir, "checkpoints").glob("step-*"))
+    assert kept == ["step-00000006", "step-00000011"]
+    loaded = line().double()
+    load_weights(loaded, history.run_dir)
+    assert torch.equal(loaded.weight, best.weight) and torch.equal(loaded.bias, best.bias)
 
 
 def test_a_trial_reports_its_validations_and_the_hparams_tab_has_the_last_of_them(

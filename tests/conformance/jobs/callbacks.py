@@ -1,7 +1,8 @@
-"""Train with callbacks that the package ships, whole and cut off and resumed: callbacks.py OUT DTYPE.
+"""Train with callbacks that the package ships, whole and cut off and resumed: callbacks.py OUT DTYPE [sharded].
 
 OUT gets CASE.safetensors for the cases "whole", "cut-off" and "resumed" (averaged weights) and "frozen", "frozen-cut-off" and
-"frozen-resumed", and run_dirs.json, the run directories by case. The run directory of "resumed" gets remembered-RANK.json.
+"frozen-resumed", and run_dirs.json, the run directories by case. The run directory of "resumed" gets remembered-RANK.json. With
+"sharded", averages and frozen parameters are left out, which ZeRO 1 to 3 refuses.
 """
 
 import functools
@@ -73,9 +74,9 @@ class Remembers(Callback):
             path.write_text(json.dumps(found | {"types": [type(each).__name__ for each in (tensor, array)]}))
 
 
-def trainer(**settings):
+def trainer(averaged, **settings):
     callbacks = [
-        WeightAveraging(0, every_n_steps=2), SampleImages(inputs=X[:2], every_n_steps=3), ModelSummary(),
+        *([WeightAveraging(0, every_n_steps=2)] if averaged else []), SampleImages(inputs=X[:2], every_n_steps=3), ModelSummary(),
         GradientHistogram(every_n_steps=4), SampleText(["sum"], generate=told, every_n_steps=2, name="told"), ThroughputAndMFU(),
         DeviceStats(), Remembers(),
     ]  # fmt: skip
@@ -105,14 +106,15 @@ def cut_off_and_resume(out, make, prefix, step):
     resumed.save(out / f"{names['resumed']}.safetensors")
 
 
-def train(out, **settings):
+def train(out, *, sharded=False, **settings):
     """Train and write the results. All ranks call it."""
-    run_dirs = dict(cut_off_and_resume(out, functools.partial(trainer, **settings), "", CUT_OFF))
-    run_dirs |= cut_off_and_resume(out, functools.partial(freezing, **settings), "frozen", FROZEN_CUT_OFF)
+    run_dirs = dict(cut_off_and_resume(out, functools.partial(trainer, not sharded, **settings), "", CUT_OFF))
+    if not sharded:
+        run_dirs |= cut_off_and_resume(out, functools.partial(freezing, **settings), "frozen", FROZEN_CUT_OFF)
     if os.environ.get("RANK", "0") == "0":
         absolute = {name: str(Path(run_dir).absolute()) for name, run_dir in run_dirs.items()}
         (out / "run_dirs.json").write_text(json.dumps(absolute))
 
 
 if __name__ == "__main__":
-    train(Path(sys.argv[1]), dtype=sys.argv[2])
+    train(Path(sys.argv[1]), dtype=sys.argv[2], sharded="sharded" in sys.argv)

@@ -1,5 +1,5 @@
-"""Train with optimizers that settings name, validate in a stream and by the clock, log values, and evaluate and save in hooks:
-everyday.py OUT DTYPE CASE...
+"""Train with optimizers that settings name, with arrays, validate in a stream and by the clock, log values, and evaluate and save
+in hooks: everyday.py OUT DTYPE CASE...
 
 For each case OUT gets CASE.safetensors, the weights, CASE.json, the rows and the run directory, and CASE-RANK.json, what each rank saw.
 """
@@ -110,6 +110,12 @@ def train(case, out, **settings):
         resumed.save(out / "plateau-resumed.safetensors")
         trainer = Trainer(net, **settings)
         history = trainer.fit(DATA, INVERTED)
+    elif case == "arrays":  # as users of Keras call it
+        settings = {**BASE, **settings}
+        trainer = Trainer(net, optimizer="adam", loss_fn="cross_entropy", metrics=["accuracy"], **settings)
+        x, y = (column.numpy() for column in DATA.tensors)
+        history = trainer.fit(x=x[:33], y=y[:33], validation_data=(x[33:], y[33:]), epochs=3)
+        seen["predicted"] = trainer.predict(x[33:]).tolist()
     elif case == "stream":
         trainer = Trainer(net, optimizer="sgd", **{**BASE, "max_steps": 10, "validate_every_n_steps": 3, **settings})
         history = trainer.fit(Endless(), DATA)

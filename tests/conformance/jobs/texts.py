@@ -1,6 +1,7 @@
 """Train a tiny T5 on rows of a Hugging Face data set, generate in validation, and save it with its tokenizer.
 
-Usage: texts.py OUT BACKEND. Writes OUT/seen.json on the main process: what the metric got, the metrics and the library's own texts.
+Usage: texts.py OUT BACKEND. Writes OUT/seen.json on the main process: what the metric got, the metrics, and the texts
+that SampleText logged.
 """
 
 import json
@@ -13,6 +14,7 @@ import torch
 import transformers
 
 from distributed import Trainer
+from distributed.callbacks import SampleText
 
 OUT, BACKEND = Path(sys.argv[1]), sys.argv[2]
 WORDS = ["[PAD]", "[END]", "[UNK]", *"abcdefghijklm"]
@@ -62,6 +64,7 @@ def main():
         # Half of the words end a text, so that texts end at different lengths.
         predict_with_generate=True, generation_config={"max_new_tokens": 7, "eos_token_id": [1, *range(3, 16, 2)]},
         learning_rate=1e-3, epochs=2, global_batch_size=8, backend=BACKEND,
+        callbacks=[SampleText(["a b c", "d"], tokenizer=tokenizer, every_n_steps=2, name="told", max_new_tokens=5)],
     )  # fmt: skip
     validation = rows(tokenizer, 11)
     history = trainer.fit(rows(tokenizer, 22), validation)
@@ -69,7 +72,10 @@ def main():
     evaluated = trainer.evaluate(validation)
     if trainer.is_main_process:
         row = {name: value for name, value in history.rows[-1].items() if name in ("loss", "val_loss", "val_exact")}
-        (OUT / "seen.json").write_text(json.dumps({"seen": seen, "row": row, "evaluated": evaluated}))
+        run_dir = Path(history.run_dir)
+        logged = [json.loads(line) for line in (run_dir / "media.jsonl").read_text().splitlines()]
+        told = {each["step"]: (run_dir / each["path"]).read_text() for each in logged if each["name"] == "told"}
+        (OUT / "seen.json").write_text(json.dumps({"seen": seen, "row": row, "evaluated": evaluated, "told": told}))
 
 
 main()

@@ -50,6 +50,7 @@ CASES = {
     "muon": (net, {"optimizer": "muon"}),
     "layer rates": (net, {"optimizer": "adamw", "layer_rates": {"nosuch": 0.1}}),
     "recomputing": (net, {"activation_checkpointing": True}),
+    "several models": (None, {"models": {"a": net}, "training_step": lambda models, batch, update: None}),
     "fsdp": (net(), {"backend": "fsdp"}),
     "deepspeed": (net(), {"backend": "deepspeed"}),
 }
