@@ -151,7 +151,7 @@ class FSDPWrapper(Wrapper):
 
         before = list(model.parameters())
         own = self._backend
-        for part in [model] if own.kind.is_one_model else model.children():
+        for part in self._outermost(model):
             fully_sharded.shard(part, self._options, own.device, own.mixed_precision, own.plan.axes)
         self._replaced = dict(zip(before, model.parameters(), strict=True))
         self.whole = WholeForm(model)
@@ -185,6 +185,23 @@ class FSDPWrapper(Wrapper):
     def free_gathered(self) -> None:
         assert self.whole is not None
         self.whole.reshard()
+
+    def _outermost(self, model: torch.nn.Module) -> list[Any]:
+        """Return the modules that are sharded by themselves and lie in no other: the model, or each of several models."""
+        return [model] if self._backend.kind.is_one_model else list(model.children())
+
+    @contextlib.contextmanager
+    def outermost_gathered(self) -> Iterator[None]:
+        outermost = self._outermost(self._backend.plain)
+        for part in outermost:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in outermost:
+                part.set_reshard_after_forward(self._options.reshard_after_forward, recurse=False)
+                part.reshard()
 
     @contextlib.contextmanager
     def without_sync(self) -> Iterator[None]:

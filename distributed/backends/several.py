@@ -22,10 +22,13 @@ def check_several(backend: Backend[Any], job: Job) -> None:
     if backend.refuses_several:
         raise ConfigError(f"backend={backend.plan.backend!r} does not take several models: {backend.refuses_several}")
     for name, model in job.model.items():
-        if is_model(model):
-            raise ConfigError(
-                f"models[{name!r}] is a Keras model: pass torch modules, or train it alone, Trainer(model)"
-            )
+        refuse_keras(name, model)
     for setting, advice in _OF_ONE_MODEL.items():
         if getattr(backend.config, setting):
             raise ConfigError(f"{setting} does not work with several models: {advice}")
+
+
+def refuse_keras(name: str, model: Any) -> None:
+    """Raise ConfigError if one of several models, given or made by its factory, is a Keras model."""
+    if is_model(model):
+        raise ConfigError(f"models[{name!r}] is a Keras model: pass torch modules, or train it alone, Trainer(model)")

@@ -170,8 +170,9 @@ def test_the_histograms_are_those_of_whole_tensors(alone, started, name):
     outs = alone(name), started[name][0]
     one, two = (event_files.read(run_dir(out) / "tensorboard") for out in outs)
     parts = {"0.weight": 144, "0.bias": 24, "2.weight": 144, "2.bias": 6}
-    sizes = {f"{kind}/{part}": size for kind in ("weights", "gradients") for part, size in parts.items()}
-    assert set(two.Tags()["histograms"]) == set(one.Tags()["histograms"]) == set(sizes)
+    kinds = ("weights",) if name in SHARDED else ("weights", "gradients")  # ZeRO 1 to 3 keeps no gradients
+    sizes = {f"{kind}/{part}": size for kind in kinds for part, size in parts.items()}
+    assert set(two.Tags()["histograms"]) == set(sizes) <= set(one.Tags()["histograms"])
     for tag, size in sizes.items():
         found, wanted = two.Histograms(tag), one.Histograms(tag)
         assert [each.step for each in found] == [4, 8]

@@ -53,7 +53,7 @@ def test_metrics_get_each_generated_text_once_as_in_one_process(backend, flags, 
     lengths = {sum(word > 0 for word in row) for row in alone["seen"][-1]["ids"]}
     assert len(lengths) > 1  # texts end at different lengths, so that ranks have different work
     assert found["seen"] == alone["seen"]
-    assert [*alone["told"]] == ["2", "4", "6"] and len({*alone["told"].values()}) == 3
+    assert [*alone["told"]] == ["2", "4", "6"]
     assert all(len(text) > len("a b c\nd\n") for text in alone["told"].values())
     assert found["told"] == alone["told"]
     assert found["row"] == pytest.approx(alone["row"], rel=1e-4)

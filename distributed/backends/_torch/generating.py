@@ -81,10 +81,9 @@ class Generation:
                 " rename the entry with the prompts to input_ids"
             )
         is_cut = backend.observer.cuts_weights and context.world_size > 1
-        if callable(gather := getattr(self._model, "unshard", None)):
-            gather()  # generate() calls the encoder by itself, which fully_shard's root does not gather
         seed = sample_seed(backend.config.seed, backend.measured.num_evaluated, context.rank, _SALT)
-        with backend.generators.untouched():
+        # generate() calls the encoder by itself.
+        with backend.generators.untouched(), backend.wrapper.outermost_gathered():
             backend.generators.seed(seed)
             ids: torch.Tensor = self._model.generate(**inputs, generation_config=self._config, synced_gpus=is_cut)
         return ids if self._is_encoder_decoder else ids[:, inputs["input_ids"].shape[1] :]

@@ -32,6 +32,7 @@ def sampling(backend: TorchBackend[Any], seed: int) -> Iterator[Callable[[Any], 
             backend.generators.seed(seed)
             backend.kind.seed(seed)
             model.eval()
+            block.enter_context(backend.wrapper.outermost_gathered())
             yield backend.passes.move
     finally:
         backend.wrapper.free_gathered()

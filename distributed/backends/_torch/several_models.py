@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distributed.backends._torch.by_name import ByName
+from distributed.backends.several import refuse_keras
 from distributed.errors import ConfigError
 
 
@@ -54,11 +55,12 @@ class SeveralModels(ByName[torch.nn.Module], torch.nn.Module):
 def joined(models: Mapping[str, Any], make: Callable[[Any], Any]) -> SeveralModels:
     """Return the `models` as one module. `make` returns the module for a value of `models`, a module or a factory.
 
-    Raises ConfigError for a value that is not a torch module, and for models that share a parameter.
+    Raises ConfigError for a value that is not a torch module or is a Keras model, and for models that share a parameter.
     """
     made = {name: make(each) for name, each in models.items()}
     owners: dict[torch.nn.Parameter, str] = {}
     for name, model in made.items():
+        refuse_keras(name, model)
         if not isinstance(model, torch.nn.Module):
             raise ConfigError(
                 f"models[{name!r}] is a {type(model).__name__}: pass a torch.nn.Module, or a factory of one"

@@ -72,6 +72,14 @@ class Wrapper:
     def free_gathered(self) -> None:
         """Free copies of the weights that a forward pass left behind, before the weights change. Not a collective."""
 
+    def outermost_gathered(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which methods of the model, such as `generate`, may call its outermost submodules.
+
+        An engine that shards weights gathers those that belong to no inner unit, and keeps them until the end. Entering the context
+        is a collective.
+        """
+        return contextlib.nullcontext()
+
     def without_sync(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which backward passes exchange no gradients."""
         return contextlib.nullcontext()
