@@ -136,8 +136,9 @@ def check_format(name: str, path: Path, *, force: bool) -> None:
     form = FORMATS[name]
     missing = [library for library in form.requires if not is_installed(library)]
     if missing:
+        verb = "is" if len(missing) == 1 else "are"
         raise ResourceError(
-            f"format {name!r} needs {', '.join(missing)}, which is not installed: run pip install {' '.join(missing)}"
+            f"format {name!r} needs {', '.join(missing)}, which {verb} not installed: run pip install {' '.join(missing)}"
         )
     if path.suffix != form.suffix and (form.suffix or path.suffix in {each.suffix for each in FORMATS.values()}):
         wanted = f"a file that ends with {form.suffix}" if form.suffix else "a directory"

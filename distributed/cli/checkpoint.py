@@ -14,6 +14,7 @@ from distributed.checkpoints.manifest import CheckpointInfo, best_of, list_check
 from distributed.checkpoints.mirror import stored_checkpoints
 from distributed.checkpoints.objects import Objects, unusable
 from distributed.cli.export import copied, export, given_address
+from distributed.cli.run_argument import run_path
 from distributed.cli.typer_help import Command, Group
 from distributed.errors import CheckpointError
 from distributed.loggers.wording import shown
@@ -33,7 +34,9 @@ def checkpoint_(context: typer.Context) -> None:
 
 @app.command("list", cls=Command)
 def list_(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory, or a directory of checkpoints")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="a run directory, or a directory of checkpoints", callback=run_path)
+    ],
 ) -> None:
     """Show the checkpoints of a run, oldest first, and whether each one is intact.
 
@@ -78,7 +81,8 @@ def _row(info: CheckpointInfo, monitor: str, verdict: str) -> tuple[str, ...]:
 @app.command("verify", cls=Command)
 def verify_(
     checkpoint: Annotated[
-        Path, typer.Argument(help="a checkpoint, or a run directory, whose newest checkpoint is used")
+        Path,
+        typer.Argument(help="a checkpoint, or a run directory, whose newest checkpoint is used", callback=run_path),
     ],
 ) -> None:
     """Read every byte of a checkpoint and compare it with its digests. Exits with 1 if it is damaged."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from distributed.cli.run_argument import run_paths
 from distributed.config.addresses import refuse_address
 from distributed.errors import ConfigError, nearest
 from distributed.loggers.wording import middle_cut, number, shown
@@ -26,7 +27,9 @@ _MONITOR = "val_loss"
 
 
 def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="two or more run directories")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN RUN...", help="two or more run directories", callback=run_paths)
+    ],
     metric: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="draw the curve of this metric (default: the monitor of the first run)"),
@@ -97,6 +100,8 @@ def _lines(runs: Sequence[RunData], metric: str) -> Iterator[str]:
         part = slice(begin, begin + at_once)
         yield ""
         yield from _table("", letters[part], {name: values[part] for name, values in results.items()})
+        if any(value.endswith("*") for values in results.values() for value in values[part]):
+            yield "* the best value"
         if settings:
             yield ""
             yield from _table("settings", letters[part], {name: values[part] for name, values in settings.items()})
@@ -152,7 +157,8 @@ def _curves(runs: Sequence[RunData], letters: Sequence[str], metric: str) -> Ite
     if not any(curves):
         return
     steps, values = range_of(curves)
-    yield f"{metric} from {number(values[0])} to {number(values[1])}, steps {steps[0]:g} to {steps[1]:g}"
+    bounds = f"between {number(values[0])} and {number(values[1])}"
+    yield f"{metric}, {bounds}, in steps {steps[0]:g} to {steps[1]:g}"
     ends = ["none" if not curve else _end(curve[-1][1]) for curve in curves]
     letter_width, end_width = max(map(len, letters)), max(map(len, ends))
     width = _WIDTH - letter_width - end_width - 4

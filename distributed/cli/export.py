@@ -16,6 +16,7 @@ from distributed.checkpoints.mirror import fetch_newest
 from distributed.checkpoints.shards import read_weights
 from distributed.checkpoints.tensor_file import write_tensors
 from distributed.checkpoints.weights import find_weights
+from distributed.cli.run_argument import run_path
 from distributed.config.addresses import address_in, check_address, check_library
 from distributed.errors import ConfigError
 from distributed.runs.temporary import temporary_directory
@@ -27,7 +28,9 @@ _SCRIPT = "the training script, from which the model and a batch are taken; its 
 
 
 def export(
-    source: Annotated[Path, typer.Argument(help="a run directory, whose best checkpoint is used, or a checkpoint")],
+    source: Annotated[
+        Path, typer.Argument(help="a run directory, whose best checkpoint is used, or a checkpoint", callback=run_path)
+    ],
     out: Annotated[Path | None, typer.Argument(help="the file or directory to write (default: in RUN/export)")] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="[-- SCRIPT ARGUMENTS]", show_default=False)] = None,
     format_: Annotated[str, typer.Option("--format", help=", ".join(FORMATS))] = "safetensors",
@@ -121,6 +124,8 @@ def _model_and_inputs(script: Path, arguments: Any) -> Iterator[tuple[Any, Any, 
 def _out(source: Path, out: Path | None, form: str, *, is_address: bool) -> Path:
     if out is not None:
         return out
+    if not is_address and not source.exists():
+        raise ConfigError(f"{source} does not exist: name a run directory or a checkpoint")
     if is_address or not (source / "checkpoints").is_dir():
         raise ConfigError(f"no file to write: name one after {source}")
     return source / "export" / (FORMATS[form].default if form in FORMATS else "model")

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from distributed.cli.run_argument import run_path
 from distributed.runs.directory import RunDirectory
 
 # A sweep comes before its trials, because the MLflow runs of trials are children of its run.
@@ -14,7 +15,7 @@ _LOGGED = ("", "fit-*/", "trials/*/", "trials/*/fit-*/")
 
 
 def mlflow_sync(
-    run: Annotated[Path, typer.Argument(help="the directory of a run or of a sweep")],
+    run: Annotated[Path, typer.Argument(help="the directory of a run or of a sweep", callback=run_path)],
 ) -> None:
     """Send to MLflow what a run logged while no server answered. Repeating the command sends nothing twice."""
     from distributed.loggers.mlflow import send_rest

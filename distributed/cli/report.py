@@ -7,13 +7,17 @@ from typing import Annotated
 
 import typer
 
+from distributed.cli.run_argument import run_paths
 from distributed.config.addresses import refuse_address
 from distributed.errors import ConfigError
 from distributed.loggers.wording import shown
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="run directories, or the directory of a sweep")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="run directories, or the directory of a sweep", callback=run_paths),
+    ],
     compare: Annotated[bool, typer.Option("--compare", help="write all runs side by side into one file")] = False,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the file to write (default: RUN/report.html, or compare.html)")

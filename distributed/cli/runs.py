@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from distributed.checkpoints.durable import size_text
+from distributed.cli.run_argument import run_path
 from distributed.config.addresses import refuse_address
 from distributed.config.kinds import COUNT, SECONDS, check_kinds, optional
 from distributed.config.reading import open_regular, parse_json
@@ -150,7 +151,7 @@ def _runs_text(chosen: Sequence[RunState]) -> str:
 
 
 def status(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", callback=run_path)],
     once: Annotated[bool, typer.Option("--once", help="print the state and exit, even during the run")] = False,
 ) -> None:
     """Show the state of a run and follow it to its end, on any machine that sees its directory. Ctrl-C stops following.
@@ -175,8 +176,8 @@ def _as_json(run: RunState) -> dict[str, Any]:
 
 
 def _table(found: Sequence[RunState], width: int, metric: str) -> list[str]:
-    """Return the lines of the table. If it is too wide, the gaps shrink first, then the best metric loses its name if it is the same
-    in all rows, then the names of runs lose their middle."""
+    """Return the lines of the table. If it is too wide, the gaps shrink first, then the name of the best metric moves into the heading
+    if it is the same in all rows, then it is left out, then the names of runs lose their middle."""
 
     def named(run: RunState) -> str:
         name = _best_name(run, metric)
@@ -187,21 +188,28 @@ def _table(found: Sequence[RunState], width: int, metric: str) -> list[str]:
         return number(run.best[name]) if name else ""
 
     lines: list[str] = []
-    shortest = value if len({_best_name(run, metric) for run in found if run.best}) <= 1 else named
-    for gap, best in (("  ", named), (" ", named), (" ", shortest)):
-        lines = _aligned([_cells(run, best) for run in found], gap)
+    names = {_best_name(run, metric) for run in found if run.best}
+    is_one = len(names) == 1
+    shortest, head = value if is_one else named, next(iter(names)) if is_one else "best"
+    for gap, best, title in (
+        ("  ", named, "best"),
+        (" ", named, "best"),
+        (" ", shortest, head),
+        (" ", shortest, "best"),
+    ):
+        lines = _aligned([_cells(run, best) for run in found], gap, title)
         if max(map(len, lines), default=0) <= width:
             return lines
     rows = [_cells(run, shortest) for run in found]
     longest = max(len(name) for name, *_ in rows)
     room = max(longest - max(map(len, lines)) + width, _SHORTEST_NAME)
-    return _aligned([[middle_cut(name, room), *rest] for name, *rest in rows], " ")
+    return _aligned([[middle_cut(name, room), *rest] for name, *rest in rows], " ", "best")
 
 
-def _aligned(rows: list[list[str]], gap: str) -> list[str]:
+def _aligned(rows: list[list[str]], gap: str, best: str) -> list[str]:
     if not rows:
         return []
-    rows = [["run", "status", "backend", "nodes", "step", "best", "age"], *rows]
+    rows = [["run", "status", "backend", "nodes", "step", best, "age"], *rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [gap.join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from distributed.cli.run_argument import run_path
 from distributed.config.addresses import refuse_address
 from distributed.loggers.wording import duration, shown
 from distributed.runs.why import STANDING, Problem, Why, read_why
@@ -25,7 +26,7 @@ _FEWEST_LINES_OF = {"output": 1, "then": 1, "try": 2, "saves": 1, "cause": 3}
 
 
 def why(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="a run directory", callback=run_path)],
     as_json: Annotated[bool, typer.Option("--json", help="print everything as one JSON object")] = False,
 ) -> None:
     """Say why a run failed, hangs or ended: what failed first, on which rank, where in the script, and what was done about it.

@@ -24,7 +24,10 @@ _LOSS = "because it is part of the loss: use Trainer(loss_fn=...) in code"
 _OBJECT = "because it is an object: pass it to Trainer(...) in code"
 _DATA = "because data goes to trainer.fit(train_data, val_data) in code"
 _MODEL = "because it belongs to the model: change the model in the script"
-_RUN_DIR = "the flag --run-dir of 'distributed train' names the run directory; {checkpoint_dir} sets the directory of the checkpoints"
+_RUN_DIR = (
+    "the flag --run-dir of 'distributed train' names the run directory; in code, {checkpoint_dir} sets the directory of the checkpoints,"
+    " and {resume_from_checkpoint} the run or checkpoint to go on from"
+)
 _LOGS = "because the output of every rank is in RUN/logs; --run-dir names the run directory"
 _ALWAYS = "because this is always done: drop it"
 _RENDEZVOUS = "because the rendezvous has one form: use {master_addr} and {master_port}"

@@ -69,7 +69,7 @@ class Failure:
             return self.message
         rank = f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
         if self.kind == "exception":
-            return f"{rank} failed with {self.type}"
+            return f"{rank} failed with {self.type}{' in validation' if self.phase == 'validation' else ''}"
         if self.kind == "signal":
             why = f": {self.message}" if self.message else ""
             return f"{rank} was killed by signal {self.signum} ({signal_name(self.signum)}){why}"

@@ -100,6 +100,7 @@ class _FromLauncher:
     is_taken: bool = False  # whether a Trainer has read the handover
     read: set[str] = dataclasses.field(default_factory=set)  # settings that `distributed.comm` has read
     of_call: Overrides | None = None  # the settings of the call of `launch` that runs in this worker
+    is_loading: bool = False  # whether this worker loads the model and the data of a fit, which imports their modules
 
 
 _from_launcher = _FromLauncher()
@@ -150,6 +151,21 @@ def calling(overrides: Overrides) -> Iterator[None]:
         yield
     finally:
         _from_launcher.of_call = before
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[None]:
+    """Make `is_loading` return True within the block."""
+    _from_launcher.is_loading = True
+    try:
+        yield
+    finally:
+        _from_launcher.is_loading = False
+
+
+def is_loading() -> bool:
+    """Return whether this worker is loading the model and the data of a fit, which imports the modules of their classes."""
+    return _from_launcher.is_loading
 
 
 def running_script() -> Overrides:

@@ -28,6 +28,7 @@ from distributed.launching.request import (
     LaunchRequest,
     has_trainer,
     link,
+    loading,
     set_forked_worker,
     set_this_worker,
     unused_settings,
@@ -221,7 +222,7 @@ def _run_payload(request: LaunchRequest) -> None:
         sys.path[:] = request.sys_path
     sys.argv[:] = [request.script or "", *request.script_args]
     sys.modules["__main__"] = types.ModuleType("__main__")
-    with open(request.payload, "rb") as file:
+    with open(request.payload, "rb") as file, loading():
         job = pickle.load(file)
     job()
 

@@ -119,7 +119,8 @@ def _usable(options: ParityOptions, result: ParityResult) -> Iterator[str]:
         if not found.missing:
             yield name
             continue
-        reason = f"needs {', '.join(found.missing)}, which is not installed: run {found.install}"
+        verb = "is" if len(found.missing) == 1 else "are"
+        reason = f"needs {', '.join(found.missing)}, which {verb} not installed: run {found.install}"
         if not options.is_all:
             raise ResourceError(f"backend {name!r} {reason}")
         result.skipped.append(Skipped(name, reason))

@@ -120,7 +120,7 @@ def _check(run: RunDirectory) -> None:
     """Raise ConfigError if `run` is not a run directory that can be read and has metrics."""
     path = run.path
     if not path.exists():
-        raise ConfigError(f"run {str(path)!r} does not exist: name a run directory")
+        raise ConfigError(f"run {str(path)!r} does not exist: name a run directory, or a run in ./runs")
     if not path.is_dir():
         raise ConfigError(f"run {str(path)!r} is not a directory: name the run directory, not a file of it")
     if not os.access(path, os.R_OK | os.X_OK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,9 @@ from distributed.backends import entry_in_use, make_backend
 from distributed.backends.base import Backend
 from distributed.config.merging import MergedConfig, for_evaluation
 from distributed.config.plan import ProcessPlan
+from distributed.errors import ConfigError
+from distributed.launching.causes import location_of_caller
+from distributed.launching.request import is_loading
 from distributed.training.capture import offer
 from distributed.training.setup import Setup
 
@@ -49,6 +53,11 @@ class Fits:
 
     def fit(self, settings: Mapping[str, Any], train_data: Any, val_data: Any = None) -> History:
         """Train the model and return the history, as `Trainer.fit` does. `settings` are the settings given to this fit."""
+        if is_loading():
+            raise ConfigError(
+                f"{location_of_caller(sys._getframe())}, calls fit() while a worker imports this module to load its classes: put that call"
+                " under if __name__ == '__main__', or the classes into a module of their own"
+            )
         offer(self, train_data)
         if not self.setup.is_fit_in_workers:
             self.history = self.open_session().fit(settings, train_data, val_data)

@@ -25,6 +25,7 @@ from distributed.config.merging import MergedConfig, Overrides
 from distributed.config.plan import check_nodes, plan_batch, starting_line
 from distributed.config.settings import GROUPS
 from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError, TrainingError, TrainingInterrupted
+from distributed.launching.causes import signal_name
 from distributed.launching.engines import active_profiler, picklable
 from distributed.launching.exposure import warnings_of
 from distributed.launching.reporter import Reporter
@@ -38,7 +39,7 @@ from distributed.runs.summary import read_result, resume_lines, resume_setting
 from distributed.training.files import is_first_trainer, is_trial_again, own_checkpoint_dir, take_run_dir
 from distributed.training.fit_request import FitRequest
 from distributed.training.setup import Setup
-from distributed.training.validation import sets_of
+from distributed.training.validation import check_alike, sets_of
 
 if TYPE_CHECKING:
     from distributed.state import TrainState
@@ -188,7 +189,10 @@ def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: An
     """Raise ConfigError, before any worker starts, if the workers would refuse the settings or the data."""
     check_nodes(merged, setup.plan)
     plan_batch(merged, setup.backend.data_parallel_size, setup.backend.batch_size_of(train_data))
-    check_monitor(merged, list(sets_of(val_data, setup.job.metrics)), setup.job)
+    sets = sets_of(val_data, setup.job.metrics)
+    check_monitor(merged, list(sets), setup.job)
+    if setup.job.training_step is None:
+        check_alike(train_data, sets)
 
 
 def _warn_of_profiler(verbose: bool) -> None:
@@ -289,9 +293,9 @@ def failure(
     kinds = {**BY_EXIT_CODE, **kinds}
     cause = run.last_failure(events_before) if run is not None else None
     if run is None or cause is None:
-        return kinds.get(code, TrainingError)(
-            f"the launcher of the workers ended with code {code}: see its message above"
-        )
+        killed_by = signal_name(code - 128) if code > 128 else ""
+        ended = f"was killed ({killed_by})" if killed_by else f"ended with code {code}: see its message above"
+        return kinds.get(code, TrainingError)(f"the launcher of the workers {ended}")
     if code in kinds:
         return kinds[code](cause["cause"])
     log = f" (whole log: {run.logs / 'rank-{rank}.log'.format(**cause)})" if "rank" in cause else ""

@@ -17,6 +17,7 @@ from distributed.errors import ConfigError
 from distributed.metrics.monitor import PREFIX
 from distributed.state import MAX, RATE, SEPARATOR, DataRole, MicroBatch, StepResult, Sums, UpdateBatch
 
+_MOST_WRAPPERS = 8
 _WINDOW = 256  # number of batches whose results are kept before they are summed
 
 
@@ -54,6 +55,52 @@ def sets_of(val_data: Any, metrics: Iterable[str] = ()) -> dict[str, Any]:
     sets = {f"{PREFIX}{name}_": data for name, data in val_data.items()}
     _check_names(sets, metrics)
     return sets
+
+
+def check_alike(train_data: Any, sets: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the samples of a validation set lack elements or entries that those of the training data have.
+
+    Reads no sample from a data set of the user. A sample is known of data sets of tensors, sequences and tables of `datasets`.
+
+    Args:
+        train_data: the training data of `fit`.
+        sets: the validation sets by prefix, from `sets_of`.
+    """
+    wanted = _parts_of(train_data)
+    for prefix, data in sets.items():
+        name = "val_data" if prefix == PREFIX else f"val_data[{prefix.removeprefix(PREFIX).removesuffix('_')!r}]"
+        found = _parts_of(data)
+        if (
+            isinstance(wanted, int) and wanted > 1 and found == 1
+        ):  # other numbers may be right: Keras takes weights as a third element
+            raise ConfigError(
+                f"a sample of {name} has one element, and one of the training data has {wanted}: give the validation samples their targets"
+            )
+        if (
+            isinstance(wanted, list)
+            and isinstance(found, list)
+            and (missing := [each for each in wanted if each not in found])
+        ):
+            raise ConfigError(
+                f"the samples of {name} have no {', '.join(map(str, missing))}, which those of the training data have: add the same names"
+            )
+
+
+def _parts_of(data: Any) -> int | list[Any] | None:
+    """Return the number of elements or the names of the entries of a sample, or None if that is not known."""
+    for _ in range(_MOST_WRAPPERS):  # a DataLoader, and a Subset of a data set
+        if not hasattr(data, "dataset"):
+            break
+        data = data.dataset
+    if isinstance(tensors := getattr(data, "tensors", None), (tuple, list)):  # TensorDataset
+        return len(tensors)
+    names = getattr(data, "column_names", None)  # datasets.Dataset
+    if isinstance(names, list):
+        return names
+    first = data[0] if isinstance(data, (list, tuple)) and data else None
+    if isinstance(first, Mapping):
+        return list(first)
+    return len(first) if isinstance(first, (tuple, list)) else None
 
 
 def _refuse_sequence(val_data: Any) -> None:

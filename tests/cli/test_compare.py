@@ -64,10 +64,10 @@ def test_the_time_per_step_is_the_mean_of_the_run(runs, capsys):
 
 def test_the_curve_is_that_of_the_monitor_or_of_the_asked_metric(runs, capsys):
     lines = shown(capsys, *runs)
-    assert lines[-3].startswith("val_loss from ") and lines[-3].endswith("to 200")
+    assert lines[-3].startswith("val_loss, between ") and lines[-3].endswith("to 200")
     assert lines[-2].split()[1][0] == BLOCKS[-1] and lines[-2].split()[1][-1] == BLOCKS[0]  # the loss falls
     assert len(lines[-1].split()[1]) < len(lines[-2].split()[1])  # the second run has half of the steps
-    assert shown(capsys, *runs, "--metric", "learning_rate")[-3].startswith("learning_rate from ")
+    assert shown(capsys, *runs, "--metric", "learning_rate")[-3].startswith("learning_rate, between ")
     with pytest.raises(ConfigError, match=r"--metric val_los: no run has it \(did you mean 'val_loss'\?\)"):
         run_command(["compare", *runs, "--metric", "val_los"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from distributed.cli.__main__ import main
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.runs.listing import read_state_of
@@ -209,6 +211,25 @@ def test_a_wrong_directory_is_an_error_of_one_line(
     done = run_cli(words, cwd=tmp_path)
 
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "error: " in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["status", "ours", "--once"], ["why", "ours"], ["report", "ours"], ["checkpoint", "list", "ours"]]
+)
+def test_a_run_in_runs_may_be_named_as_the_table_names_it(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    run_files(tmp_path / "runs" / "ours", status="finished", best={"val_loss": 0.5})
+    (tmp_path / "runs" / "ours" / "metrics.jsonl").write_text(
+        '{"split": "val", "step": 8, "epoch": 1, "val_loss": 0.5}\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for name in ("ours", "runs/ours"):
+        with contextlib.suppress(SystemExit):
+            main([name if word == "ours" else word for word in words])
+        found.append(capsys.readouterr())
+    assert found[0] == found[1] and "does not exist" not in found[0].err
 
 
 def test_without_a_run_there_is_a_line_that_says_so(run_cli: Callable[..., Finished], tmp_path: Path) -> None:

@@ -345,3 +345,19 @@ def test_an_interrupt_before_the_workers_run_is_clean(start, tmp_path):
     assert done.returncode in (-2, 1), done.output
     assert done.stderr.count("Traceback") <= 1, done.output
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+
+
+def test_a_module_that_trains_when_it_is_imported_for_its_class_is_refused(run_python, tmp_path):
+    (tmp_path / "model.py").write_text(
+        "import torch\nfrom torch.utils.data import TensorDataset\nfrom distributed import Trainer\n"
+        "class Net(torch.nn.Linear): pass\n"
+        "data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))\n"
+        "Trainer(Net(4, 1), nproc_per_node=2, device='cpu').fit(data)\n"
+    )
+    (tmp_path / "use.py").write_text("from model import Net\n")
+    alone, imported = (run_python([name], cwd=tmp_path) for name in ("model.py", "use.py"))
+    assert alone.returncode == 0, alone.output
+    assert imported.returncode == 1 and "Error: " in imported.stderr, imported.output
+    said = imported.stderr.splitlines()[-1]
+    assert "model.py, line 6, in <module>, calls fit() while a worker imports this module to load its classes" in said
+    assert len(list((tmp_path / "runs").glob("*/metrics.jsonl"))) == 1

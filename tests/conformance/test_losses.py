@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 # Batch norm depends on the slices of a batch. The other cases are errors.
 DIFFER = {
     "empty-slices", "predicted", "no-default", "one-column", "one-column-classes", "column-of-classes", "whole-numbers",
-    "no-targets", "no-target-name", "loss-is-text", "loss-has-no-gradient", "step-none",
+    "no-targets", "no-target-name", "not-an-argument", "loss-is-text", "loss-has-no-gradient", "step-none",
     "step-without-loss", "step-names-epoch", "step-part", "step-around", "loss-is-a-sum", "thawed"}  # fmt: skip
 SAME = sorted(set(job.CASES) - DIFFER)
 
@@ -104,7 +104,12 @@ def test_a_steps_own_metrics_are_means_over_samples(worlds):
         ("one-column-classes", "one output column cannot hold class scores"),
         ("column-of-classes", "squeeze the class indices, targets.squeeze(1), in the data set"),
         ("whole-numbers", "make the targets floats, targets.float(), for the mean squared error"),
-        ("no-targets", "there is nothing to compare the outputs with: give one, for example"),
+        ("no-targets", "a sample has one element, so there are no targets: let the data yield (inputs, targets), pass"),
+        (
+            "not-an-argument",
+            "the batch has 'labels', but forward(x, other) of Named does not: a batch of named tensors is passed as model(**batch), so pass"
+            " loss_fn=..., which gets 'labels', or give a training_step(model, batch)",
+        ),
         ("no-target-name", "the batch has the keys x, wanted and none of labels,"),
         ("loss-is-text", "type str is not a number, a tensor or a pair (sum, count)"),
         ("loss-has-no-gradient", "the loss has no gradient"),

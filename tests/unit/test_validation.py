@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset, TensorDataset
 
 from distributed import Callback, Trainer, load_weights
 from distributed.backends._torch.schedule import Schedule
@@ -393,6 +393,40 @@ def test_validation_sets_under_one_name_are_refused_before_training():
     assert sets_of(samples) == {"val_": samples}
     with pytest.raises(ConfigError, match="sets 'a' and 'a_b' both report val_a_b_loss: give one of them another name"):
         sets_of({"a": data, "a_b": data}, ["b_loss"])
+
+
+COLUMNS = {"inputs": torch.zeros(4, 1), "labels": torch.zeros(4, 1)}
+ROWS = [{name: column[i] for name, column in COLUMNS.items()} for i in range(4)]
+WITHOUT = [{"inputs": row["inputs"]} for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    ("train", "val", "said"),
+    [
+        (PAIRS, TensorDataset(PAIRS.tensors[0]), "a sample of val_data has one element, and one of the training data has 2"),
+        (
+            DataLoader(PAIRS, batch_size=4), {"a": PAIRS, "b": Subset(TensorDataset(PAIRS.tensors[0]), [0])},
+            r"a sample of val_data\['b'\] has one element",
+        ),
+        (ROWS, WITHOUT, "the samples of val_data have no labels, which those of the training data have"),
+    ],
+)  # fmt: skip
+def test_a_validation_set_without_targets_is_refused_before_training(train: Any, val: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        Trainer(line, **FIT, **({"monitor": "val_a_loss"} if isinstance(val, dict) else {})).fit(train, val)
+
+
+def test_a_validation_set_may_have_another_form_with_a_training_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def step(model: Any, batch: Any) -> Any:
+        return model(batch[0]).square().mean()
+
+    settings = {name: value for name, value in FIT.items() if name != "loss_fn"}
+    row = Trainer(line, **settings, training_step=step, epochs=1).fit(PAIRS, TensorDataset(PAIRS.tensors[0])).rows[-1]
+    assert row["val_loss"] > 0
 
 
 def test_sets_with_names_need_a_monitor_that_one_of_them_reports() -> None:

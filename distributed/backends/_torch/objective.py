@@ -99,7 +99,8 @@ class Objective:
             outputs, targets = model(inputs), inputs
         else:
             raise ConfigError(
-                "the batch has only one element, so there is nothing to compare the outputs with: " + _EXAMPLE
+                "a sample has one element, so there are no targets: let the data yield (inputs, targets), pass loss_fn=..., which then"
+                " compares the outputs with the inputs, or give a training_step(model, batch)"
             )
         if self._loss_fn is None and (own := self._own_loss(outputs)) is not None:
             return dataclasses.replace(self._weigh(own, batch), outputs=outputs)
@@ -134,7 +135,7 @@ class Objective:
         """Return the model's outputs for `batch` without its targets."""
         if isinstance(batch, Mapping):
             target = self.target_name(batch)
-            return model(**{name: value for name, value in batch.items() if name != target})
+            return self._called(model, {name: value for name, value in batch.items() if name != target})
         if isinstance(batch, (tuple, list)):
             return model(*(batch[:-1] if len(batch) > 1 else batch))
         return model(batch)
@@ -199,7 +200,8 @@ class Objective:
         without[..., 0] = -100
         if torch.equal(without, labels) or without.ne(-100).sum() == 0:
             return {}
-        whole, rest = own_loss(model(**batch)), own_loss(model(**{**batch, "labels": without}))
+        whole = own_loss(self._called(model, batch))
+        rest = own_loss(self._called(model, {**batch, "labels": without}))
         if whole is None or rest is None or whole.dim() != 0 or not bool(torch.isfinite(whole)):
             return {}
         return {"shifts" if torch.equal(whole, rest) else "does not shift": 1.0}
@@ -225,7 +227,8 @@ class Objective:
                     f"the batch has the keys {keys} and none of {', '.join(TARGET_NAMES)}, so loss_fn has no targets:"
                     " rename one, or use training_step(model, batch)"
                 )
-            return self.compare(model(**{key: value for key, value in batch.items() if key != name}), batch[name])
+            named = {key: value for key, value in batch.items() if key != name}
+            return self.compare(self._called(model, named), batch[name])
         if num_items is not None:
             outputs = model(**batch, num_items_in_batch=num_items)
             loss = self._own_loss(outputs)
@@ -235,11 +238,28 @@ class Objective:
             local = self._labels_that_count(batch)
             assert local is not None
             return Loss(loss * num_items, local, outputs, labels)
-        outputs = model(**batch)
+        outputs = self._called(model, batch)
         loss = self._own_loss(outputs)
         if loss is None:
             raise ConfigError("the model returned no .loss for a batch of named tensors: " + _EXAMPLE)
         return dataclasses.replace(self._weigh(loss, batch), outputs=outputs, targets=batch.get("labels"))
+
+    def _called(self, model: Callable[..., Any], named: Mapping[str, Any]) -> Any:
+        """Return `model(**named)`. Raise ConfigError if the model's forward does not take one of the names."""
+        try:
+            return model(**named)
+        except TypeError as error:
+            takes = inspect.signature(self._plain.forward).parameters
+            takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values())
+            unknown = [name for name in named if name not in takes and not takes_any]
+            if not unknown:
+                raise
+            only_targets = self._loss_fn is None and set(unknown) <= set(TARGET_NAMES)
+            way = f"pass loss_fn=..., which gets {unknown[0]!r}" if only_targets else "rename them as its arguments"
+            raise ConfigError(
+                f"the batch has {', '.join(map(repr, unknown))}, but forward({', '.join(takes)}) of {type(self._plain).__name__} does not:"
+                f" a batch of named tensors is passed as model(**batch), so {way}, or give a training_step(model, batch)"
+            ) from error
 
     def _step(self, model: Callable[..., Any], batch: Any) -> Any:
         assert self._training_step is not None

@@ -45,7 +45,7 @@ class Schedule:
         ):
             return None
         kind = type(self._scheduler).__name__
-        return f"{kind} steps after every update: set scheduler_interval='epoch' if it counts epochs"
+        return f"warning: {kind} steps after every update: set scheduler_interval='epoch' if it counts epochs, or 'step' to confirm"
 
     def rates(self, step: int) -> list[float]:
         """Return the rate of each parameter group for the update after `step` updates."""

@@ -354,6 +354,7 @@ CASES = {
     "whole-numbers": case(layers, lambda: TensorDataset(X, Y[:, None].expand(-1, CLASSES))),
     "no-targets": case(layers, lambda: TensorDataset(X)),
     "no-target-name": case(Named, lambda: Rows(lambda i: {"x": X[i], "wanted": Y[i]}), loss_fn=F.cross_entropy),
+    "not-an-argument": case(Named, lambda: Rows(lambda i: {"x": X[i], "labels": Y[i]})),
     "loss-has-no-gradient": case(layers, tuples, loss_fn=lambda o, t: F.cross_entropy(o, t).item()),
     "loss-is-text": case(layers, tuples, loss_fn=lambda o, t: "0.5"),
     **{f"step-{name}": case(layers, tuples, training_step=step) for name, step in STEPS.items()},
