@@ -45,7 +45,7 @@ def started_lines(plan: ProcessPlan, context: WorkerContext, batch: BatchPlan, n
 
 
 def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
-    """Return the lines with the last step, the best metrics, and the run directory."""
+    """Return the lines with the last step, the best value of each metric, and the run directory."""
     shown = {name: value for name, value in state.best.items() if name.startswith("val_") or "accuracy" in name}
     best = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
     done = "stopped" if was_interrupted(state) else "finished"
@@ -54,7 +54,7 @@ def finished_lines(run: RunDirectory, state: TrainState) -> list[str]:
     elif is_stopped_by_callback(state):
         done = f"stopped ({state.stop_reason})"
     line = f"{done} at step {state.step}, epoch {state.epoch_in_words}, in {state.total_time:.1f} s"
-    return [f"{line}; best: {best}" if best else line, f"run directory: {run.path}"]
+    return [line, *([f"best of each metric: {best}"] if best else []), f"run directory: {run.path}"]
 
 
 class Result:
