@@ -25,6 +25,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  #
 REGROUP_SIGNAL = signal.SIGUSR2
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15  # prctl(2)
 _skips_teardown = False  # see `skip_teardown`
 
 
@@ -86,6 +87,12 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def name_process(name: str) -> None:
+    """Let `ps -A` and `top` show `name`, of at most 15 bytes, for this process. Does nothing outside of Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def is_running(pid: int) -> bool:

@@ -49,7 +49,7 @@ def main():
         is_main_module=sys.modules["__main__"].__dict__ is globals(), qualified=Local.__module__,
         environ=dict(os.environ),
         child=child.stdout, threads=torch.get_num_threads(), draw=random.random(), seed=torch.initial_seed(),
-        group=os.getpgid(0) == os.getpid(), stdin=sys.stdin.read(),
+        group=os.getpgid(0) == os.getpid(), stdin=sys.stdin.read(), shown=open("/proc/self/comm").read(),
     )
     with open(os.path.join(sys.argv[1], f"facts-{dist.get_rank()}.json"), "w") as file:
         json.dump(facts, file)
@@ -240,6 +240,10 @@ def test_a_worker_is_as_python_script_arguments(facts):
         assert [each[name] for each in found["ours"][0]] == [each[name] for each in found["torchrun"][0]]
         assert each["group"]
         assert each["stdin"] == ""
+
+
+def test_ps_names_the_rank_of_a_worker(facts):
+    assert [each["shown"] for each in facts[1]["ours"][0]] == ["rank 0\n", "rank 1\n"]
 
 
 def test_a_worker_tells_its_own_children_nothing(facts):
