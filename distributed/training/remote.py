@@ -39,7 +39,7 @@ from distributed.runs.summary import read_result, resume_lines, resume_setting
 from distributed.training.files import is_first_trainer, is_trial_again, own_checkpoint_dir, take_run_dir
 from distributed.training.fit_request import FitRequest
 from distributed.training.setup import Setup
-from distributed.training.validation import check_alike, sets_of
+from distributed.training.validation import check_targets, sets_of
 
 if TYPE_CHECKING:
     from distributed.state import TrainState
@@ -191,8 +191,8 @@ def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: An
     plan_batch(merged, setup.backend.data_parallel_size, setup.backend.batch_size_of(train_data))
     sets = sets_of(val_data, setup.job.metrics)
     check_monitor(merged, list(sets), setup.job)
-    if setup.job.training_step is None:
-        check_alike(train_data, sets)
+    if setup.job.training_step is None and setup.job.collate_fn is None:
+        check_targets(train_data, sets)
 
 
 def _warn_of_profiler(verbose: bool) -> None:

@@ -62,7 +62,7 @@ from distributed.training.predictions import write_outputs
 from distributed.training.setup import Setup
 from distributed.training.snapshots import Snapshots, open_snapshots
 from distributed.training.so_far import means_of_epoch
-from distributed.training.validation import Validation, check_alike, evaluate, evaluation_batch, sets_of, shard_of
+from distributed.training.validation import Validation, check_targets, evaluate, evaluation_batch, sets_of, shard_of
 
 _fit_numbers = itertools.count()  # numbers the fits of this process, because each needs new keys in the ranks' store
 
@@ -168,8 +168,8 @@ class FitSession:
         full_size = self.setup.full_size or backend.data_parallel_size
         planned = plan_batch(merged, backend.data_parallel_size, loader_batch_size, full_size=full_size)
         sets = sets_of(val_data, self.setup.job.metrics)
-        if self.setup.job.training_step is None:
-            check_alike(train_data, sets)
+        if self.setup.job.training_step is None and self.setup.job.collate_fn is None:
+            check_targets(train_data, sets)
         if self.setup.job.is_own_loop:
             check_own_loop(merged)
         else:

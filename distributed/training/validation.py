@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from distributed.backends.base import Backend, ShardedData
+from distributed.backends.base import TARGET_NAMES, Backend, ShardedData
 from distributed.backends.forms import is_array, is_mapping_of_arrays
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
@@ -17,7 +17,6 @@ from distributed.errors import ConfigError
 from distributed.metrics.monitor import PREFIX
 from distributed.state import MAX, RATE, SEPARATOR, DataRole, MicroBatch, StepResult, Sums, UpdateBatch
 
-_MOST_WRAPPERS = 8
 _WINDOW = 256  # number of batches whose results are kept before they are summed
 
 
@@ -57,10 +56,11 @@ def sets_of(val_data: Any, metrics: Iterable[str] = ()) -> dict[str, Any]:
     return sets
 
 
-def check_alike(train_data: Any, sets: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the samples of a validation set lack elements or entries that those of the training data have.
+def check_targets(train_data: Any, sets: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the samples of the training data have targets and those of a validation set have none.
 
-    Reads no sample from a data set of the user. A sample is known of data sets of tensors, sequences and tables of `datasets`.
+    Calls no code of the user. The form of samples is known of a TensorDataset, a list and a table of `datasets`, also in a DataLoader
+    that joins samples as torch does, and in a Subset.
 
     Args:
         train_data: the training data of `fit`.
@@ -70,34 +70,31 @@ def check_alike(train_data: Any, sets: Mapping[str, Any]) -> None:
     for prefix, data in sets.items():
         name = "val_data" if prefix == PREFIX else f"val_data[{prefix.removeprefix(PREFIX).removesuffix('_')!r}]"
         found = _parts_of(data)
-        if (
-            isinstance(wanted, int) and wanted > 1 and found == 1
-        ):  # other numbers may be right: Keras takes weights as a third element
+        if isinstance(wanted, int) and wanted > 1 and found == 1:
             raise ConfigError(
                 f"a sample of {name} has one element, and one of the training data has {wanted}: give the validation samples their targets"
             )
-        if (
-            isinstance(wanted, list)
-            and isinstance(found, list)
-            and (missing := [each for each in wanted if each not in found])
-        ):
-            raise ConfigError(
-                f"the samples of {name} have no {', '.join(map(str, missing))}, which those of the training data have: add the same names"
-            )
+        if isinstance(wanted, list) and isinstance(found, list):
+            targets = [each for each in TARGET_NAMES if each in wanted]
+            if targets and not set(TARGET_NAMES) & set(found):
+                raise ConfigError(
+                    f"the samples of {name} have no {targets[0]!r}, and those of the training data have it: add it, because validation"
+                    " needs targets too"
+                )
 
 
 def _parts_of(data: Any) -> int | list[Any] | None:
     """Return the number of elements or the names of the entries of a sample, or None if that is not known."""
-    for _ in range(_MOST_WRAPPERS):  # a DataLoader, and a Subset of a data set
-        if not hasattr(data, "dataset"):
-            break
+    while type(data).__module__.startswith("torch.utils.data.") and type(data).__name__ in ("DataLoader", "Subset"):
+        if getattr(getattr(data, "collate_fn", None), "__name__", "default_collate") != "default_collate":
+            return None
         data = data.dataset
-    if isinstance(tensors := getattr(data, "tensors", None), (tuple, list)):  # TensorDataset
-        return len(tensors)
-    names = getattr(data, "column_names", None)  # datasets.Dataset
+    if type(data).__module__.startswith("torch.utils.data.") and type(data).__name__ == "TensorDataset":
+        return len(data.tensors)
+    names = getattr(data, "column_names", None) if type(data).__module__.startswith("datasets.") else None
     if isinstance(names, list):
         return names
-    first = data[0] if isinstance(data, (list, tuple)) and data else None
+    first = data[0] if type(data) in (list, tuple) and data else None
     if isinstance(first, Mapping):
         return list(first)
     return len(first) if isinstance(first, (tuple, list)) else None

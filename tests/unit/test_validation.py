@@ -408,7 +408,7 @@ WITHOUT = [{"inputs": row["inputs"]} for row in ROWS]
             DataLoader(PAIRS, batch_size=4), {"a": PAIRS, "b": Subset(TensorDataset(PAIRS.tensors[0]), [0])},
             r"a sample of val_data\['b'\] has one element",
         ),
-        (ROWS, WITHOUT, "the samples of val_data have no labels, which those of the training data have"),
+        (ROWS, WITHOUT, "the samples of val_data have no 'labels', and those of the training data have it: add it"),
     ],
 )  # fmt: skip
 def test_a_validation_set_without_targets_is_refused_before_training(train: Any, val: Any, said: str) -> None:
