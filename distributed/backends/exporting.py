@@ -16,8 +16,10 @@ from distributed.backends._keras.batches import unpacked
 from distributed.backends.arrays import ArrayBatch
 from distributed.backends.base import TARGET_NAMES
 from distributed.backends.keras_kinds import is_model
+from distributed.backends.keras_scripts import imported, keras_engine
 from distributed.backends.weights import load_trained
 from distributed.config.libraries import is_installed
+from distributed.config.registry import REGISTRY, backend_entry, default_backend
 from distributed.errors import ConfigError, ResourceError, nearest
 
 
@@ -29,13 +31,16 @@ class Format:
     default: str  # the name that the command line uses if none is given
     kind: str  # the models that it holds, for messages
     requires: tuple[str, ...] = ()  # libraries by the names under which they are imported and installed
+    backend: str | None = (
+        None  # the backend on which a script makes such a model, or None for the one of a single process
+    )
 
 
 FORMATS: Mapping[str, Format] = {
     "safetensors": Format(".safetensors", "model.safetensors", "torch modules and Keras models"),
     "onnx": Format(".onnx", "model.onnx", "torch modules", ("onnx", "onnxscript", "onnxruntime")),
     "torch-export": Format(".pt2", "model.pt2", "torch modules"),
-    "savedmodel": Format("", "saved_model", "Keras models on TensorFlow", ("tensorflow",)),
+    "savedmodel": Format("", "saved_model", "Keras models on TensorFlow", ("tensorflow",), "tensorflow"),
     "huggingface": Format("", "hugging_face", "models of transformers", ("transformers",)),
 }
 
@@ -107,6 +112,11 @@ def export(
             f"format={format!r} is checked on a batch: pass example=inputs, such as the first batch of a loader"
         )
     made = _made(model)
+    if (names := getattr(made, "names_of_models", None)) and format != "safetensors":
+        raise ConfigError(
+            f"format {format!r} holds one model, and there are {', '.join(names)}: export one of them in code, with"
+            f" distributed.export(trainer.model[{names[0]!r}], None, PATH, format={format!r}, example=INPUTS)"
+        )
     _check_kind(made, format)
     loaded = None if source is None else load_trained(made, source)
     with _staged(path) as staged:
@@ -127,6 +137,27 @@ def save_pretrained(model: Any, processing_class: Any, path: Path) -> None:
             each.save_pretrained(path)
 
 
+def backend_for(name: str, recorded: str | None, script: Path) -> str | None:
+    """Return the backend on which the script of an export makes its model, or None for the one of a single process.
+
+    This is another one for a Keras model on another engine: of the format, of the run, or of KERAS_BACKEND.
+
+    Args:
+        name: the format.
+        recorded: the backend that the run has recorded, or None.
+        script: the script. Its source is searched for imports of keras.
+    """
+    usual = backend_entry(default_backend(1)).environ
+    for other in (FORMATS[name].backend, recorded):
+        if other in REGISTRY and keras_engine(REGISTRY[other].environ) not in (None, keras_engine(usual)):
+            return other
+    if any(each.partition(".")[0] == "keras" for names in imported(script) for each in names):
+        chosen = os.environ.get("KERAS_BACKEND")
+        if chosen is not None and chosen != keras_engine(usual):
+            return next((each.name for each in REGISTRY.values() if keras_engine(each.environ) == chosen), None)
+    return None
+
+
 def check_format(name: str, path: Path, *, force: bool) -> None:
     """Raise an error if the format does not exist, lacks a library, or cannot be written to `path`."""
     if name not in FORMATS:
@@ -142,9 +173,8 @@ def check_format(name: str, path: Path, *, force: bool) -> None:
         )
     if path.suffix != form.suffix and (form.suffix or path.suffix in {each.suffix for each in FORMATS.values()}):
         wanted = f"a file that ends with {form.suffix}" if form.suffix else "a directory"
-        raise ConfigError(
-            f"{path} does not suit the format {name!r}: name {wanted}, such as {path.with_suffix('') / form.default}"
-        )
+        near = path / form.default if path.is_dir() else path.with_name(form.default)
+        raise ConfigError(f"{path} does not suit the format {name!r}: name {wanted}, such as {near}")
     if form.suffix and path.is_dir():
         raise ConfigError(f"{path} is a directory: name a file, {path / form.default}")
     if path.exists() and not force:
@@ -203,8 +233,9 @@ def _check_kind(model: Any, name: str) -> None:
     if fits[name]:
         return
     others = ", ".join(other for other in FORMATS if fits[other])
+    kind = "Keras model" if is_model(model) else "torch module"
     raise ConfigError(
-        f"format {name!r} holds {FORMATS[name].kind}, and this is a {type(model).__name__}: choose one of {others}"
+        f"format {name!r} holds {FORMATS[name].kind}, and this is a {kind} ({type(model).__name__}): choose one of {others}"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,10 @@ def load_weights(model: Any, source: str | os.PathLike[str], *, strict: bool = T
         return files.load_weights(model, weights, strict=strict)
     torch = sys.modules.get("torch")
     if torch is None or not isinstance(model, torch.nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}: pass a torch module or a Keras model, not a factory")
+        several = (
+            ", or torch.nn.ModuleDict(models) for several models" if isinstance(model, Mapping) else ", not a factory"
+        )
+        raise ConfigError(f"model is a {type(model).__name__}: pass a torch module or a Keras model{several}")
     from distributed.backends._torch import tensors
 
     return tensors.load_weights(model, weights, strict=strict)

@@ -74,8 +74,9 @@ def check_loaded(loaded: LoadedWeights, *, strict: bool) -> None:
             " frozen ones as they are in the model"
         )
     if (strict and not loaded.fits) or not loaded.num_loaded:
+        none = "" if loaded.num_loaded else "no tensor fits: "
         raise CheckpointError(
-            f"the weights of {loaded.source} are of another model: {loaded.describe()}: build the model as it was saved"
+            f"the weights of {loaded.source} are of another model: {none}{loaded.describe()}: build the model as it was saved"
         )
 
 
@@ -130,7 +131,7 @@ def _checked_file(path: Path) -> Path:
 def _refused_pickle(path: Path) -> CheckpointError:
     return CheckpointError(
         f"{path} is a pickle, which can run code when it is read: convert it with"
-        " safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+        f" 'distributed checkpoint convert {path} model.safetensors'"
     )
 
 

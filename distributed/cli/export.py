@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from distributed.backends.exporting import FORMATS, check_format
+from distributed.backends.exporting import FORMATS, backend_for, check_format
 from distributed.checkpoints.durable import replace_file, size_text
 from distributed.checkpoints.manifest import MANIFEST, read_manifest, verify
 from distributed.checkpoints.mirror import fetch_newest
@@ -18,7 +18,11 @@ from distributed.checkpoints.tensor_file import write_tensors
 from distributed.checkpoints.weights import find_weights
 from distributed.cli.run_argument import run_path
 from distributed.config.addresses import address_in, check_address, check_library
+from distributed.config.merging import Overrides, read_config_file
+from distributed.config.registry import backend_entry, default_backend
 from distributed.errors import ConfigError
+from distributed.launching.request import calling
+from distributed.launching.variables import set_missing
 from distributed.runs.temporary import temporary_directory
 
 if TYPE_CHECKING:
@@ -50,6 +54,8 @@ def export(
             raise ConfigError(
                 f"nothing is written with --dry-run: drop {out}, or write arguments of the script after --"
             )
+        if script is None and source.is_dir():
+            raise ConfigError(f"with --dry-run, SOURCE is the script, and {source} is a directory: name the script")
         _try(source if script is None else script, format_, list(arguments or ()))
         return
     address = given_address(source)
@@ -67,7 +73,7 @@ def export(
             return
         if script is None:
             raise ConfigError(f"format {format_!r} needs the model: add --script train.py{_recorded(source)}")
-        _write(script, arguments or (), format_, local, path, of, force=force)
+        _write(script, arguments or (), format_, _settings_of(source).value("backend"), local, path, of, force=force)
 
 
 def _write_weights(path: Path, checkpoint: Path, of: str) -> None:
@@ -85,10 +91,12 @@ def _write_weights(path: Path, checkpoint: Path, of: str) -> None:
     typer.echo(f"{path}: {len(tensors)} tensors, {size_text(path.stat().st_size)}, {of}")
 
 
-def _write(script: Path, arguments: Any, form: str, source: Path, path: Path, of: str, *, force: bool) -> None:
+def _write(
+    script: Path, arguments: Any, form: str, recorded: str | None, source: Path, path: Path, of: str, *, force: bool
+) -> None:
     from distributed.backends.exporting import export as export_model
 
-    with _model_and_inputs(script, arguments) as (model, inputs, processing):
+    with _model_and_inputs(script, arguments, form, recorded) as (model, inputs, processing):
         done = export_model(model, source, path, format=form, example=inputs, force=force, processing_class=processing)
     size = sum(each.stat().st_size for each in (path.rglob("*") if path.is_dir() else [path]) if each.is_file())
     checked = "" if done.difference is None else f", outputs differ by {done.difference:.1e}"
@@ -102,7 +110,7 @@ def _try(script: Path, form: str, arguments: list[str]) -> None:
 
     if form in FORMATS:
         check_format(form, Path(FORMATS[form].default), force=True)
-    with temporary_directory() as directory, _model_and_inputs(script, arguments) as (model, inputs, _):
+    with temporary_directory() as directory, _model_and_inputs(script, arguments, form) as (model, inputs, _):
         path = directory / (FORMATS[form].default if form in FORMATS else form)
         done = export_model(model, None, path, format=form, example=inputs)
     checked = "" if done.difference is None else f": outputs differ by {done.difference:.1e}"
@@ -110,14 +118,22 @@ def _try(script: Path, form: str, arguments: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def _model_and_inputs(script: Path, arguments: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _model_and_inputs(
+    script: Path, arguments: Any, form: str, recorded: str | None = None
+) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield the model of the script, the inputs of its first batch, and its tokenizer. `recorded` is the backend of the run."""
     from distributed.backends.exporting import inputs_of
     from distributed.training.capture import captured_fit
 
-    found: Captured = captured_fit(str(script), arguments)
-    session = found.fits.open_session()
-    batch = session.first_batch(found.train_data)
-    with session.whole_model() as model:
+    backend = backend_for(form, recorded, script)
+    set_missing(backend_entry(backend or default_backend(1)).environ)
+    with contextlib.ExitStack() as stack:
+        if backend is not None:
+            stack.enter_context(calling(Overrides(flag={"backend": backend})))
+        found: Captured = captured_fit(str(script), arguments)
+        session = found.fits.open_session()
+        batch = session.first_batch(found.train_data)
+        model = stack.enter_context(session.whole_model())
         yield model, inputs_of(model, batch), found.fits.setup.job.processing_class
 
 
@@ -137,11 +153,14 @@ def _step(local: Path) -> str:
 
 def _recorded(source: Path) -> str:
     """Return a hint with the script that the run's config.yaml names."""
-    from distributed.config.merging import read_config_file
-
-    file = source / "config.yaml"
-    script = read_config_file(file).script if file.is_file() else None
+    script = _settings_of(source).script
     return "" if script is None else f" (this run's was {script})"
+
+
+def _settings_of(source: Path) -> Overrides:
+    """Return the settings of a run, from its config.yaml, or none if `source` is not a run directory."""
+    file = source / "config.yaml"
+    return read_config_file(file) if file.is_file() else Overrides()
 
 
 def given_address(path: Path) -> str | None:

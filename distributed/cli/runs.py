@@ -83,6 +83,10 @@ def runs(
         raise ConfigError("--yes has no effect without --delete: add --delete, or drop --yes")
     if delete and as_json:
         raise ConfigError("--delete and --json exclude each other: list with --json first, then delete")
+    if delete and is_sure and not (directories or where or limit):
+        raise ConfigError(
+            "--delete --yes would delete every run in ./runs: name runs, or choose some with --where or --limit"
+        )
     chosen = _chosen(
         directories or [Path("runs")], [RunFilter.of(text) for text in where or ()], sort, is_reversed, limit
     )

@@ -160,7 +160,11 @@ def _trained(cell: Cell, runs: _Runs) -> Trained:
     try:
         return runs.of(cell)
     except TrainingError as error:
-        raise TrainingError(f"{cell}: {error}") from None
+        hint = _FLOAT64_HINT if cell.dtype == "float64" and "dtype" in str(error) else ""
+        raise TrainingError(f"{cell}: {error}{hint}") from None
+
+
+_FLOAT64_HINT = "; parity also trains in float64: create tensors with the dtype of the batch, such as torch.randn(n, 4, dtype=x.dtype)"
 
 
 def _add_floors(
@@ -202,9 +206,7 @@ def _add_backend(
         except TrainingError as error:
             result.skipped.append(Skipped(str(cell), str(error), is_failure=True))
         except DistributedError as error:  # the backend refuses this script or this number of processes
-            if not options.is_all:
-                raise
-            result.skipped.append(Skipped(str(cell), str(error)))
+            result.skipped.append(Skipped(str(cell), str(error), is_failure=not options.is_all))
             return
         else:
             others = [name for name in beside if cell != Cell(name, 1, cell.dtype)]

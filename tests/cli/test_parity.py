@@ -336,6 +336,12 @@ def test_a_backend_that_was_named_and_refuses_the_script_is_an_error(monkeypatch
         measured(monkeypatch, tmp_path, set(REGISTRY))
 
 
+def test_a_refusal_of_a_backend_that_was_named_keeps_the_results_of_the_others(monkeypatch, tmp_path):
+    result = measured(monkeypatch, tmp_path, {"fsdp"}, "fsdp", "pytorch-ddp")
+    assert {each.cell.backend for each in result.compared} == {"single", "pytorch-ddp"} and not result.is_good
+    assert [(each.what.partition(",")[0], each.is_failure) for each in result.skipped] == [("fsdp", True)]
+
+
 def test_one_process_alone_is_run_once():
     assert {cell.world_size for cell in cells_of("single", (1, 2, 3))} == {1}
     assert [cell.world_size for cell in cells_of("pytorch-ddp", (2, 3))] == [2, 2, 3, 3]

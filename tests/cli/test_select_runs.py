@@ -201,15 +201,21 @@ def test_a_run_that_is_going_on_keeps_all_chosen_runs(three):
     run.lock()
     try:
         with pytest.raises(ResourceError, match="in use by process"):  # finished, but its launcher has not ended
-            run_command(["runs", "--delete", "--yes"])
+            run_command(["runs", "runs", "--delete", "--yes"])
         (three / "b/result.json").write_text(json.dumps({"status": "running"}))
         with pytest.raises(ResourceError, match="'runs/b' is running and is not deleted: stop it first"):
-            run_command(["runs", "--delete", "--yes"])
+            run_command(["runs", "runs", "--delete", "--yes"])
     finally:
         run.unlock()
     assert len(list(three.iterdir())) == 3
     assert run_command(["runs", "--where", "status=killed", "--delete", "--yes"]) == 0
     assert not (three / "b").exists()
+
+
+def test_all_runs_are_not_deleted_unasked_unless_they_are_named(three):
+    with pytest.raises(ConfigError, match=r"--delete --yes would delete every run in \./runs: name runs, or choose some"):
+        run_command(["runs", "--delete", "--yes"])
+    assert len(list(three.iterdir())) == 3
 
 
 def test_a_further_fit_of_a_run_on_another_machine_counts_as_going_on(three):

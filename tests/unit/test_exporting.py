@@ -15,6 +15,7 @@ import torch
 
 import distributed
 from distributed import ConfigError, Trainer
+from distributed.backends._torch.several_models import joined
 from distributed.backends._torch.world import leave_group
 from distributed.backends.exporting import check_format
 from distributed.cli.__main__ import run
@@ -155,18 +156,30 @@ def test_wrong_arguments_are_one_line(tmp_path):
     for words, arguments in {
         r"format='onx' is not a format \(did you mean 'onnx'\?\)": {"format": "onx"},
         "pass example=inputs": {"format": "torch-export", "path": "net.pt2", "example": None},
-        "holds models of transformers, and this is a Net: choose one of safetensors, onnx, torch-export": {
+        r"holds models of transformers, and this is a torch module \(Net\): choose one of safetensors, onnx, torch-export": {
             "format": "huggingface", "path": "net",
         },
         "holds Keras models on TensorFlow": {"format": "savedmodel", "path": "net"},
         "name a file that ends with .pt2, such as": {"format": "torch-export", "path": "net.onnx"},
         "already exists": {"format": "onnx", "path": "here.onnx"},
+        "does not suit the format 'onnx': name a file that ends with .onnx, such as": {"path": "."},
+        "the model does not take the example: .*: pass the inputs of one batch": {"example": (X, X, X)},
     }.items():  # fmt: skip
-        given: dict[str, Any] = {"path": "net.onnx", "example": X, **arguments}
+        given: dict[str, Any] = {"path": "net.onnx", "format": "onnx", "example": X, **arguments}
         with pytest.raises(ConfigError, match=words):
             distributed.export(net(), None, tmp_path / given.pop("path"), **given)
     with pytest.raises(ConfigError, match="model is a int"):
         distributed.export(lambda: 3, None, tmp_path / "a.safetensors", format="safetensors")
+
+
+def test_one_of_several_models_is_exported_in_code(tmp_path):
+    models = joined({"g": net(), "d": net()}, lambda model: model)
+    with pytest.raises(
+        ConfigError, match=r"'torch-export' holds one model, and there are g, d: .*trainer\.model\['g'\]"
+    ):
+        distributed.export(models, None, tmp_path / "net.pt2", format="torch-export", example=X)
+    distributed.export(models["g"], None, tmp_path / "net.pt2", format="torch-export", example=X)
+    distributed.export(models, None, tmp_path / "both.safetensors", format="safetensors")
 
 
 def test_a_missing_library_is_one_line_with_the_command(tmp_path, monkeypatch):
@@ -446,7 +459,7 @@ SAVED = (
     KERAS[: KERAS.index("loss = keras")]
     + """
 if len(sys.argv) == 1:
-    trainer = Trainer(made(1), backend="tensorflow", epochs=1, batch_size=8, learning_rate=0.1)
+    trainer = Trainer(made(1), epochs=1, batch_size=8, learning_rate=0.1)
     trainer.fit((x, y))
     print("trained")
 """
@@ -457,16 +470,13 @@ if len(sys.argv) == 1:
 def test_the_command_exports_a_keras_model_as_a_saved_model(run_cli, run_python, tmp_path):
     needs_backend("tensorflow")
     (tmp_path / "train.py").write_text(SAVED)
-    on_tensorflow = {
-        "cwd": tmp_path,
-        "env": {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        "timeout": 150,
-    }
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+    on_tensorflow = {"cwd": tmp_path, "env": {"KERAS_BACKEND": "tensorflow", **quiet}, "timeout": 150}
     for command in (
         ["train", "--script", "train.py", "--backend", "tensorflow", "--nproc-per-node", 2, "--run-dir", "run"],
         ["export", "run", "--format", "savedmodel", "--script", "train.py"],
     ):
-        done = run_cli(command, **on_tensorflow)
+        done = run_cli(command, cwd=tmp_path, env=quiet, timeout=150)  # both choose the engine of Keras
         assert done.returncode == 0 and ("trained" in done.stdout) is (command[0] == "train"), done.output
     assert "run/export/saved_model: savedmodel" in done.stdout and "outputs differ by" in done.stdout
     done = run_python(["-c", SERVED], **on_tensorflow)

@@ -53,7 +53,10 @@ def write(model: torch.nn.Module, path: Path, form: str, example: Any) -> tuple[
         plain = copy.deepcopy(plain).cpu()  # a program runs on the device on which it was traced
     arguments = arguments_of(plain, example)
     with evaluating(plain), torch.no_grad():
-        wanted = plain(*arguments[0], **arguments[1])
+        try:
+            wanted = plain(*arguments[0], **arguments[1])
+        except TypeError as error:
+            raise ConfigError(f"the model does not take the example: {error}: pass the inputs of one batch") from error
         if form == "huggingface":
             return _compared(form, wanted, _hugging_face(plain, path)(*arguments[0], **arguments[1])), True
         program, is_free = traced(plain, arguments, form)

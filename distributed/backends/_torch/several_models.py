@@ -26,6 +26,11 @@ class SeveralModels(ByName[torch.nn.Module], torch.nn.Module):
         self._trained: frozenset[str] = frozenset(models)
         self._frozen: set[str] = set()  # names of the parameters that `freeze` has frozen
 
+    @property
+    def names_of_models(self) -> list[str]:
+        """The names of the models, in order."""
+        return [*self._by_name]
+
     def train_only(self, names: Collection[str]) -> None:
         """Freeze the models that are not in `names`, and keep them in evaluation mode."""
         self._trained = frozenset(names)
