@@ -66,6 +66,7 @@ class Run:
     row_step: int = -1  # step of the newest row that this fit has kept
     # Means over the training of the epoch that ended last.
     epoch_row: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    ended_means: Mapping[str, float] | None = None  # of training over the epoch that ends, while its hooks run
     # Set when a request of the clock of `validate_every_s` was done.
     validated: threading.Event = dataclasses.field(default_factory=threading.Event)
     is_over: bool = False  # whether the last checkpoint is saved
@@ -483,6 +484,7 @@ def finish_epoch(run: Run) -> bool:
         _keep_row(run, row, is_open=is_by_steps)
         _end_validation(run, row)
     run.epoch_row = row
+    run.ended_means = means_of(state.epoch_sums)
     state.epoch += 1
     state.samples_in_epoch = 0
     state.epoch_sums, state.over_all = {}, {}
@@ -490,6 +492,7 @@ def finish_epoch(run: Run) -> bool:
     run.backend.step_schedule(None if is_by_steps else row, is_epoch_end=True)
     for callback in run.callbacks:
         callback.on_epoch_end(state, row)
+    run.ended_means = None
     _agree_on_stop(run)
     frequency = run.config.checkpoint_frequency
     if run.is_save_due or (frequency is not None and state.epoch % frequency == 0):

@@ -22,8 +22,11 @@ class Peeked:
 def means_of_epoch(run: Run) -> dict[str, float]:
     """Return the means over the training of the epoch so far. A collective that waits for the device.
 
-    The window stays as it is, because later hooks of the step may log values that belong to its last result.
+    In `on_epoch_end`, the epoch is the one that ends. The window stays as it is, because later hooks of the step may log values
+    that belong to its last result.
     """
+    if run.ended_means is not None:
+        return dict(run.ended_means)
     peeked, window = run.peeked, run.window
     if new := window[peeked.num_results :]:
         add(peeked.sums, run.backend.collect(new))

@@ -13,7 +13,7 @@ from tests.conformance.runs import FULL, OnFirstUse
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "keras_jobs" / "manners.py"
-SAME = ["class-weight", "sample-weight", "early-stopping"]
+SAME = ["class-weight", "sample-weight", "early-stopping", "one-column", "one-column-compiled"]
 ON_TENSORFLOW = ["horovod", "--set", "horovod.keras_backend=tensorflow"]
 ENGINES = {  # name -> (processes, flags)
     "single": (1, ["single"]),
@@ -93,6 +93,14 @@ def test_the_numbers_are_those_of_keras(ran, name):
     assert kinds == [
         "train begin", "epoch begin", *["batch end"] * 4, "test begin", "test end", "epoch end", "train end"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["single", pytest.param("tensorflow-1", marks=FULL)])
+def test_a_loss_by_name_takes_targets_without_a_column_as_compile_does(ran, name):
+    named, compiled = (ran[name][case][0] for case in ("one-column", "one-column-compiled"))
+    assert_same(named["rows"], compiled["rows"])
+    assert_same(named["weights"], compiled["weights"])
+    assert named["rows"][-1]["val_loss"] < named["rows"][0]["val_loss"]
 
 
 def test_weights_change_the_result(ran):

@@ -288,16 +288,23 @@ def test_no_epoch_starts_after_the_last_update():
 def test_the_means_of_an_epoch_can_be_read_after_each_update_and_change_nothing():
     class Reads(Callback):
         def __init__(self):
-            self.run, self.means = None, []
+            self.run, self.means, self.at_ends = None, [], []
 
         def on_step_end(self, state, result):
             self.means.append(means_of_epoch(self.run)["loss"])
+
+        def on_epoch_end(self, state, metrics):
+            self.at_ends.append((means_of_epoch(self.run)["loss"], metrics["loss"]))
+
+        def on_train_end(self, state):
+            assert means_of_epoch(self.run) == {}
 
     plain, reads, recorder = Recorder(), Reads(), Recorder()
     fit(make(callbacks=[plain], epochs=1, shuffle=False, log_every_n_steps=2))
     reads.run = run = make(callbacks=[reads, recorder], epochs=1, shuffle=False, log_every_n_steps=2)
     fit(run)
     assert reads.means == [sum(range(4)) / 4, sum(range(8)) / 8, sum(range(10)) / 10]
+    assert reads.at_ends == [(sum(range(10)) / 10,) * 2]
     assert [row["loss"] for row in recorder.rows] == [row["loss"] for row in plain.rows]
     assert [log[2]["loss"] for log in recorder.logs] == [log[2]["loss"] for log in plain.logs]
 

@@ -119,9 +119,25 @@ def _wrapped(function: Any) -> Any:
 
     class Wrapped(keras.losses.Loss):  # type: ignore[misc]
         def call(self, y_true: Any, y_pred: Any) -> Any:
-            return found(y_true, y_pred)
+            return found(*_of_one_rank(y_true, y_pred))
 
     return Wrapped(name=getattr(found, "__name__", None))
+
+
+def _of_one_rank(targets: Any, outputs: Any) -> tuple[Any, Any]:
+    """Return both with the same number of dimensions, as `compile` does, if one has a last dimension of 1 that the other lacks."""
+    import keras
+
+    here, there = len(targets.shape), len(outputs.shape)
+    if here == 1 and there == 2 and outputs.shape[-1] == 1:
+        return keras.ops.expand_dims(targets, -1), outputs
+    if there == 1 and here == 2 and targets.shape[-1] == 1:
+        return targets, keras.ops.expand_dims(outputs, -1)
+    if here == there + 1 and targets.shape[-1] == 1:
+        return keras.ops.squeeze(targets, -1), outputs
+    if there == here + 1 and outputs.shape[-1] == 1:
+        return targets, keras.ops.squeeze(outputs, -1)
+    return targets, outputs
 
 
 def default_loss(model: Any, outputs: Any, targets: Any) -> tuple[Any, str]:

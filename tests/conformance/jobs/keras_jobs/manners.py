@@ -118,6 +118,20 @@ def early_stopping():
     return {**result(trainer, history), "stopped": [stopping.stopped_epoch, stopping.best_epoch, stopping.wait]}
 
 
+def one_column(is_compiled=False):
+    """Train a model of one column on targets without a column, with a loss by name or with that of the compiled model."""
+
+    def made():
+        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, "sigmoid", kernel_initializer=Fixed())])
+        if is_compiled:
+            model.compile(optimizer(None), loss="binary_crossentropy", metrics=["accuracy"])
+        return model
+
+    named = {} if is_compiled else {"optimizer": optimizer, "loss_fn": "binary_crossentropy", "metrics": ["accuracy"]}
+    trainer = Trainer(made, **named, **SETTINGS)
+    return result(trainer, trainer.fit(x=X, y=(Y > 1).astype("int64"), validation_data=(X[:20], Y[:20] > 1), epochs=2))
+
+
 def exact():
     """Return a block in which Keras computes in float64 without rounding constants to float32."""
     if keras.backend.backend() != "tensorflow":
@@ -149,6 +163,7 @@ def of_keras():
 
 CASES = {
     "class-weight": class_weight, "sample-weight": sample_weight, "early-stopping": early_stopping, "of-keras": of_keras,
+    "one-column": one_column, "one-column-compiled": lambda: one_column(is_compiled=True),
 }  # fmt: skip
 
 for number, name in enumerate(sys.argv[2:]):
