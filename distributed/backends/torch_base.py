@@ -91,6 +91,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training: bool | None = None
         self._is_new_wrapper = False
         self._first_data: ShardedData | None = None
+        self._trained_on: Any = None  # the data set of the newest fit
         self.frozen: FrozenPart | None = None  # with `checkpoint_trainable_only`: what checkpoints leave out
 
     # ------------------------------------------------------------------ set-up
@@ -151,8 +152,10 @@ class TorchBackend(Backend[OptionsT]):
 
         sharded = shard(
             data, batch=batch, context=self.context, config=self.config, options=self.config.options("data"), role=role,
-            reduce=self.world.reduce, batching=self._batching,
+            reduce=self.world.reduce, batching=self._batching, trained_on=self._trained_on,
         )  # fmt: skip
+        if role.is_training:
+            self._trained_on = getattr(data, "dataset", data)
         self._first_data = self._first_data or sharded
         return sharded
 

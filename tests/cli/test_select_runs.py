@@ -213,7 +213,9 @@ def test_a_run_that_is_going_on_keeps_all_chosen_runs(three):
 
 
 def test_all_runs_are_not_deleted_unasked_unless_they_are_named(three):
-    with pytest.raises(ConfigError, match=r"--delete --yes would delete every run in \./runs: name runs, or choose some"):
+    with pytest.raises(
+        ConfigError, match=r"--delete --yes would delete every run in \./runs: name runs, or choose some"
+    ):
         run_command(["runs", "--delete", "--yes"])
     assert len(list(three.iterdir())) == 3
 

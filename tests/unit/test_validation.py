@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,49 @@ def test_the_best_of_the_validations_within_an_epoch_is_kept_beside_the_newest(
     loaded = line().double()
     load_weights(loaded, history.run_dir)
     assert torch.equal(loaded.weight, best.weight) and torch.equal(loaded.bias, best.bias)
+
+
+class Seekable(IterableDataset[Any]):
+    """Go on from a position in the epoch of that position, as the streams of `datasets` do, and from the beginning in others."""
+
+    at, start, epoch = 0, (0, 0), 0
+
+    def __iter__(self) -> Any:
+        for i in range(self.start[1] if self.start[0] == self.epoch else 0, len(PAIRS)):
+            self.at = i + 1
+            yield PAIRS[i]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["epoch"], state["at"]
+
+
+def test_a_stream_with_a_position_may_be_validation_data_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {**FIT, "epochs": 2, "validate_every_n_steps": 2, "checkpoint_every_n_steps": 1, "keep_latest_k": 20}
+    data = Seekable()
+    whole = Trainer(line, **settings).fit(data, data)
+    plain = Trainer(line, **settings).fit(PAIRS, PAIRS).rows
+    assert [row["val_loss"] for row in whole.rows] == [row["val_loss"] for row in plain]
+    for step in range(1, whole.steps):
+        checkpoint = Path(whole.run_dir, "checkpoints", f"step-{step:08d}")
+        data = Seekable()
+        resumed = Trainer(line, **settings, resume_from_checkpoint=str(checkpoint)).fit(data, data)
+        assert [row["val_loss"] for row in resumed.rows] == [row["val_loss"] for row in whole.rows], step
+
+
+def test_a_stream_that_cannot_be_copied_is_refused_as_validation_data_of_its_own_training(tmp_path: Path) -> None:
+    data = Seekable()
+    data.lock = threading.Lock()  # type: ignore[attr-defined]
+    with pytest.raises(
+        ConfigError, match=r"^val_data is the stream that train_data is, .* pass another object with the same"
+    ):
+        Trainer(line, **FIT).fit(data, data)
 
 
 def test_a_trial_reports_its_validations_and_the_hparams_tab_has_the_last_of_them(

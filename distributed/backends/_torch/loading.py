@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import itertools
@@ -22,6 +23,7 @@ from distributed.backends._torch.sources import (
     Source,
     draw_stream,
     gather,
+    has_state,
     loader_arguments,
     loader_batch_size,
     pinned,
@@ -55,14 +57,21 @@ def shard(
     role: DataRole,
     reduce: Reduce,
     batching: Batching = PLAIN,
+    trained_on: Any = None,
 ) -> ShardedData:
     """Return this rank's part of `data`: a DataLoader, a map-style data set or an iterable.
 
     A collective if there are several ranks, because the ranks compare lengths. Raises the same ConfigError on every
     rank if `data` is none of these, is empty, lacks a required length or contradicts the settings.
+
+    `trained_on` is the data set that this fit trains on. If validation reads the same stream, it gets a copy, because a resume and each
+    checkpoint use the position of the stream.
     """
     train = role.is_training
     source = read_source(data, config, role, presharded=options.presharded, batching=batching)
+    is_shared = role is DataRole.VALIDATION and getattr(data, "dataset", data) is trained_on
+    if is_shared and source.is_stream and has_state(source.dataset):
+        source = dataclasses.replace(source, dataset=_copied(source))
     if train:
         _check_sizes(source, config)
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
@@ -78,6 +87,17 @@ def shard(
     if source.is_stream:
         return StreamData(source, batch, context.rank, config.seed, train=train, reduce=agree)
     return MapData(source, batch, context.rank, config.seed, train=train, reduce=agree)
+
+
+def _copied(source: Source) -> Any:
+    """Return a copy of the stream. Raises ConfigError if it cannot be copied."""
+    try:
+        return copy.deepcopy(source.dataset)
+    except Exception as error:  # of the user's class
+        raise ConfigError(
+            f"{source.name} is the stream that train_data is, with a state_dict(), and cannot be copied ({type(error).__name__}: {error}):"
+            " pass another object with the same samples"
+        ) from error
 
 
 def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) -> ShardedData:

@@ -38,6 +38,11 @@ _PAIR = "TensorDataset(inputs, targets)"
 _EXAMPLE = "give a DataLoader, or a data set such as TensorDataset(inputs, targets)"
 
 
+def has_state(dataset: Any) -> bool:
+    """Return whether a stream tells its position and continues from it."""
+    return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Hold the user's data set and the settings of a DataLoader around it.

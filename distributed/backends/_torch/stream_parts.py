@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import announce_epoch
-from distributed.backends._torch.sources import Source, loader_arguments, read_loader
+from distributed.backends._torch.sources import Source, has_state, loader_arguments, read_loader
 from distributed.errors import ConfigError
 
 OFF = "set data.shard_streams=false"
@@ -126,8 +126,7 @@ class Lane:
 
     def state(self, part: Any, randomness: sample_rng.OwnStream) -> Any:
         """Return the state of `part` for a checkpoint. Return None if it has no state, or if the state may be incomplete."""
-        has_state = all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
-        if not has_state or self._can_skip(part) or randomness.has_drawn:
+        if not has_state(part) or self._can_skip(part) or randomness.has_drawn:
             return None
         state = copy.deepcopy(part.state_dict())
         try:

@@ -22,6 +22,7 @@ from distributed.backends._torch.sources import (
     Reduce,
     Source,
     gather,
+    has_state,
     is_stream,
     loader_arguments,
     one_shot_error,
@@ -166,8 +167,7 @@ class StreamPosition:
 
     def __init__(self, source: Source) -> None:
         dataset = source.dataset
-        methods = (getattr(dataset, name, None) for name in ("state_dict", "load_state_dict"))
-        self._has_state = source.num_workers == 0 and all(map(callable, methods)) and not has_shuffle_buffer(dataset)
+        self._has_state = source.num_workers == 0 and has_state(dataset) and not has_shuffle_buffer(dataset)
         self._dataset = dataset
         self._randomness: sample_rng.OwnStream | None = None
         self._epoch = self.reached = 0

@@ -122,7 +122,9 @@ def one_column(is_compiled=False):
     """Train a model of one column on targets without a column, with a loss by name or with that of the compiled model."""
 
     def made():
-        model = keras.Sequential([keras.Input((FEATURES,)), keras.layers.Dense(1, "sigmoid", kernel_initializer=Fixed())])
+        model = keras.Sequential(
+            [keras.Input((FEATURES,)), keras.layers.Dense(1, "sigmoid", kernel_initializer=Fixed())]
+        )
         if is_compiled:
             model.compile(optimizer(None), loss="binary_crossentropy", metrics=["accuracy"])
         return model
