@@ -294,7 +294,10 @@ def _of_model(merged: MergedConfig, job: Job, name: str) -> tuple[MergedConfig, 
     without: dict[str, Any] = dict.fromkeys(words)
     own = dataclasses.replace(own, **without)
     chosen = {what: value for what, value in words.items() if merged.source(what) != "flag"}
-    config = dataclasses.replace(merged.config, **chosen)
+    try:
+        config = dataclasses.replace(merged.config, **chosen)
+    except ConfigError as error:
+        raise ConfigError(f"of the model {name!r}: {error}") from None
     return dataclasses.replace(merged, config=config, sources={**merged.sources, **dict.fromkeys(chosen, "code")}), own
 
 

@@ -310,7 +310,7 @@ def plan_batch(
     if loader_batch_size is not None:
         if merged.source("batch_size") == "code" and batch != loader_batch_size:
             raise ConfigError(
-                f"batch_size={batch} in Trainer is not the loader's batch_size={loader_batch_size}: drop one of them"
+                f"batch_size={batch} in code is not the loader's batch_size={loader_batch_size}: drop one of them"
             )
         if total is None and merged.source("batch_size") not in ("sweep", "flag"):
             batch = loader_batch_size

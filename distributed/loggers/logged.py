@@ -265,7 +265,12 @@ def _number(name: str, value: Any) -> Any:
         raise ConfigError(f"log({name!r}, ...) got a DTensor: pass value.full_tensor(), on every rank")
     if not is_one or getattr(getattr(value, "dtype", None), "is_complex", False):
         what = f"of shape {list(value.shape)}" if hasattr(value, "shape") else repr(value)
-        raise ConfigError(f"log({name!r}, ...) got a {type(value).__name__} {what}, not a number: pass value.mean()")
+        ways = "pass value.mean()" if hasattr(value, "mean") else "pass a number"
+        if isinstance(value, str):
+            ways += ", or distributed.loggers.Text(value)"
+        elif len(getattr(value, "shape", ())) in (2, 3):
+            ways += ", or distributed.loggers.Image(value)"
+        raise ConfigError(f"log({name!r}, ...) got a {type(value).__name__} {what}, not a number: {ways}")
     if hasattr(value, "detach"):
         return value.detach().clone().reshape(())  # a copy, because the user's code may change the tensor in place
     return float(value.item() if hasattr(value, "item") else value)

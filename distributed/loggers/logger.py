@@ -96,6 +96,10 @@ def split_loggers(loggers: Any) -> tuple[list[Logger], list[str]]:
         raise ConfigError(f"loggers is a {type(loggers).__name__}: pass a list, loggers=[...]")
     objects = [each for each in given if not isinstance(each, str)]
     for each in objects:
+        if isinstance(each, type) and issubclass(each, Logger):
+            raise ConfigError(
+                f"loggers has the class {each.__name__} instead of an object of it: pass {each.__name__}()"
+            )
         if not isinstance(each, Logger):
             raise ConfigError(f"logger {each!r} is not a name or a distributed.Logger: derive its class from Logger")
         each.check()

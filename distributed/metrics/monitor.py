@@ -86,6 +86,9 @@ def check_monitor(merged: MergedConfig, prefixes: Sequence[str], job: Job | None
         if names is not None and len(prefixes) > 1 and len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ConfigError(f"two validation sets would both report {twice!r}: give one of them another name")
+        is_of_no_set = config.monitor.startswith(PREFIX) and not config.monitor.startswith(tuple(prefixes))
+        if names is None and is_watched and is_of_no_set:
+            raise unknown_metric("monitor", config.monitor, [f"{prefix}loss" for prefix in prefixes])
         if names is not None and is_watched and not is_among(config.monitor, names, _with_several(job), prefixes):
             raise unknown_metric("monitor", config.monitor, names)
         _check_mode(merged, {} if job is None else job.metrics, prefixes)

@@ -111,7 +111,7 @@ def test_a_rank_that_stays_away_is_waited_for_no_longer_than_timeout_s(fail):
 MISTAKES = {
     "bad-setting": "gradient_clipping=-1 must be greater than 0: give one, such as gradient_clipping=1",
     "bad-directory": "checkpoint_dir '/dev/null' is not a directory: name another with --checkpoint-dir",
-    "loader-disagrees": "batch_size=4 in Trainer is not the loader's batch_size=8: drop one of them",
+    "loader-disagrees": "batch_size=4 in code is not the loader's batch_size=8: drop one of them",
     "no-length": "train_data: Endless has __getitem__ but no length: add __len__",
     "shuffled-stream": "shuffle=True cannot order a stream: shuffle inside the data set, or drop shuffle",
     "no-parameters": "the model has no parameter that requires a gradient",

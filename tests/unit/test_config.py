@@ -415,7 +415,7 @@ def test_a_loaders_batch_size_counts_unless_something_stronger_is_given():
     assert numbers(planned(loader=16, file={"batch_size": 4, "global_batch_size": 24})) == (4, 3, 24)
     assert numbers(planned(loader=16, global_batch_size=10)) == (5, 1, 10)
     assert numbers(planned(loader=16, batch_size=16)) == (16, 1, 32)
-    with pytest.raises(ConfigError, match=r"batch_size=8 in Trainer .*batch_size=16"):
+    with pytest.raises(ConfigError, match=r"batch_size=8 in code .*batch_size=16"):
         planned(loader=16, batch_size=8)
 
 

@@ -121,7 +121,9 @@ def test_columns_that_the_model_does_not_take_are_dropped_and_said_once(capsys: 
     assert all(each["labels"] is not None and each["attention_mask"] is not None for each in model.seen)
 
     kept = Trainer(Bag(), tokenizer=tokenizer, batch_size=4, device="cpu", data={"remove_unused_columns": False})
-    with pytest.raises(TypeError, match="unexpected keyword argument"):
+    with pytest.raises(
+        ConfigError, match=r"the batch has 'text', but forward\(input_ids, attention_mask, labels\) of Bag does not"
+    ):
         kept.fit(data)
     seen: list[Any] = []
 

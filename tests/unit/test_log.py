@@ -407,7 +407,14 @@ def test_the_largest_of_values_with_nan_is_nan():
         (("a\x1fb", 1), "needs a name in words"),
         (("usage", 1, "avg"), "is not a way to reduce: choose one of mean, sum, max"),
         (("usage", 1, "means"), "did you mean 'mean'"),
-        (("usage", torch.ones(2, 3)), r"a Tensor of shape \[2, 3\], not a number: pass value.mean\(\)"),
+        (
+            ("usage", torch.ones(2, 3)),
+            r"a Tensor of shape \[2, 3\], not a number: pass value.mean\(\), or distributed.loggers.Image",
+        ),
+        (
+            ("usage", "some words"),
+            r"a str 'some words', not a number: pass a number, or distributed.loggers.Text\(value\)",
+        ),
         (("usage", "high"), "a str 'high', not a number"),
         (("usage", None), "a NoneType None, not a number"),
         (("usage", torch.ones((), dtype=torch.complex64)), "not a number"),

@@ -90,6 +90,7 @@ def test_a_configuration_takes_names_in_each_form():
     ("loggers", "settings", "message"),
     [
         (["tensorbord"], {}, "loggers='tensorbord' is not a logger .did you mean 'tensorboard'"),
+        ([Logger], {}, r"loggers has the class Logger instead of an object of it: pass Logger\(\)"),
         ([3], {}, "logger 3 is not a name or a distributed.Logger"),
         ([Callback()], {}, "is not a name or a distributed.Logger"),
         (Kept(), {}, "loggers is a Kept: pass a list"),

@@ -463,7 +463,7 @@ def test_a_flag_replaces_the_optimizers_of_all_models() -> None:
         ({"optimizers": [sgd]}, "optimizers is a list: pass them by the names of models"),
         ({"optimizers": {"g": sgd}, "schedulers": {"d": "cosine"}}, "schedulers names 'd', but there is no such trained model"),
         ({"optimizers": {"g": "lamb"}}, "lamb"),
-        ({"optimizers": {"g": "admw", "d": sgd}}, r"optimizer='admw'.*did you mean 'adamw'"),
+        ({"optimizers": {"g": "admw", "d": sgd}}, r"^of the model 'g': optimizer='admw'.*did you mean 'adamw'"),
         ({"optimizers": {"g": sgd, "d": sgd}, "schedulers": {"d": "cosin"}}, r"scheduler='cosin'.*did you mean 'cosine'"),
         ({"models": {"generator": generator}, "optimizers": {"genrator": sgd}}, r"no such model .did you mean 'generator'"),
         ({"compile": True}, "compile does not work with several models"),

@@ -460,6 +460,13 @@ def test_a_validation_set_without_targets_is_refused_before_training(train: Any,
         Trainer(line, **FIT, **({"monitor": "val_a_loss"} if isinstance(val, dict) else {})).fit(train, val)
 
 
+def test_a_monitor_that_no_validation_set_with_a_name_can_report_is_refused_before_training() -> None:
+    with pytest.raises(
+        ConfigError, match=r"monitor='val_loss' is not reported .*: choose one of val_a_loss, val_b_loss"
+    ):
+        Trainer(line, **FIT, monitor="val_loss").fit(PAIRS, {"a": PAIRS, "b": PAIRS})
+
+
 def test_a_validation_set_may_have_another_form_with_a_training_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
