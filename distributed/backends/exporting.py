@@ -31,9 +31,8 @@ class Format:
     default: str  # the name that the command line uses if none is given
     kind: str  # the models that it holds, for messages
     requires: tuple[str, ...] = ()  # libraries by the names under which they are imported and installed
-    backend: str | None = (
-        None  # the backend on which a script makes such a model, or None for the one of a single process
-    )
+    # The backend on which a script makes such a model, or None for the one of a single process.
+    backend: str | None = None
 
 
 FORMATS: Mapping[str, Format] = {
