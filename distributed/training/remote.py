@@ -191,8 +191,7 @@ def check_here(setup: Setup, merged: MergedConfig, train_data: Any, val_data: An
     plan_batch(merged, setup.backend.data_parallel_size, setup.backend.batch_size_of(train_data))
     sets = sets_of(val_data, setup.job.metrics)
     check_monitor(merged, list(sets), setup.job)
-    if setup.job.training_step is None and setup.job.collate_fn is None:
-        check_targets(train_data, sets)
+    check_targets(setup.job, train_data, sets)
 
 
 def _warn_of_profiler(verbose: bool) -> None:

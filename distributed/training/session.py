@@ -168,8 +168,7 @@ class FitSession:
         full_size = self.setup.full_size or backend.data_parallel_size
         planned = plan_batch(merged, backend.data_parallel_size, loader_batch_size, full_size=full_size)
         sets = sets_of(val_data, self.setup.job.metrics)
-        if self.setup.job.training_step is None and self.setup.job.collate_fn is None:
-            check_targets(train_data, sets)
+        check_targets(self.setup.job, train_data, sets)
         if self.setup.job.is_own_loop:
             check_own_loop(merged)
         else:

@@ -15,7 +15,7 @@ from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
 from distributed.metrics.monitor import PREFIX
-from distributed.state import MAX, RATE, SEPARATOR, DataRole, MicroBatch, StepResult, Sums, UpdateBatch
+from distributed.state import MAX, RATE, SEPARATOR, DataRole, Job, MicroBatch, StepResult, Sums, UpdateBatch
 
 _WINDOW = 256  # number of batches whose results are kept before they are summed
 
@@ -56,16 +56,19 @@ def sets_of(val_data: Any, metrics: Iterable[str] = ()) -> dict[str, Any]:
     return sets
 
 
-def check_targets(train_data: Any, sets: Mapping[str, Any]) -> None:
+def check_targets(job: Job, train_data: Any, sets: Mapping[str, Any]) -> None:
     """Raise ConfigError if the samples of the training data have targets and those of a validation set have none.
 
     Calls no code of the user. The form of samples is known of a TensorDataset, a list and a table of `datasets`, also in a DataLoader
-    that joins samples as torch does, and in a Subset.
+    that joins samples as torch does, and in a Subset. Does nothing if code of the user reads the batches.
 
     Args:
+        job: the arguments of the Trainer.
         train_data: the training data of `fit`.
         sets: the validation sets by prefix, from `sets_of`.
     """
+    if job.training_step is not None or job.collate_fn is not None or job.is_own_loop:
+        return
     wanted = _parts_of(train_data)
     for prefix, data in sets.items():
         name = "val_data" if prefix == PREFIX else f"val_data[{prefix.removeprefix(PREFIX).removesuffix('_')!r}]"

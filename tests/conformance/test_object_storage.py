@@ -196,7 +196,8 @@ def test_storage_that_cannot_be_used_is_told_before_training(run_cli, tmp_path, 
         del argv[argv.index("--run-dir") : argv.index("--run-dir") + 2]
     done = run_cli(argv, env={**s3.env, **env}, cwd=tmp_path)
     assert done.returncode == 2, done.output
-    assert words in done.stderr and done.stderr.count("\n") == 1, done.output
+    said = re.sub(r"^waiting for an answer from .*\n", "", done.stderr)  # on a busy machine
+    assert words in said and said.count("\n") == 1, done.output
     assert not list(tmp_path.glob("samples-*")), "training began"
 
 
