@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.backends.base import Backend
 from distributed.callbacks import Callback
-from distributed.callbacks.of_keras import as_callbacks
 from distributed.config.addresses import refuse_address
 from distributed.config.merging import MergedConfig
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
-from distributed.errors import ConfigError, nearest
+from distributed.errors import ConfigError
 from distributed.loggers import logged
 from distributed.loggers.logger import Logger, split_loggers
 from distributed.metrics.named import read_metrics
@@ -28,6 +27,7 @@ from distributed.training.fits import Fits
 from distributed.training.processing import metrics_of_texts, processing_arguments
 from distributed.training.setup import make_setup
 from distributed.training.several import several_job
+from distributed.training.trainer_arguments import check_objects, check_one_model, read_callbacks, refuse_lightning
 from distributed.training.trial import current
 
 if TYPE_CHECKING:
@@ -117,8 +117,8 @@ class Trainer:
             settings, scheduler = {**settings, "scheduler": scheduler}, None
         if loss_fn is not None and training_step is not None:
             raise ConfigError("loss_fn and training_step both define the loss: drop one of them")
-        _check_objects(optimizer, scheduler, loss_fn, training_step)
-        given = _read_callbacks(callbacks)
+        check_objects(optimizer, scheduler, loss_fn, training_step, 2 if models is None else 3)
+        given = read_callbacks(callbacks)
         declared = read_metrics(metrics, has_training_step=training_step is not None)
         if predict_with_generate:
             declared = metrics_of_texts(declared)
@@ -129,7 +129,8 @@ class Trainer:
             of_one = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "loss_fn": loss_fn}
             job = several_job(models, optimizers, schedulers, training_step, declared, of_one_model=of_one)
         else:
-            _check_one_model(model, optimizers, schedulers)
+            check_one_model(model, optimizers, schedulers)
+            refuse_lightning(model, loss_fn, training_step)
             job = Job(model, optimizer, scheduler, loss_fn, training_step, declared)
         job = dataclasses.replace(job, **processing)
         self.setup = make_setup(type(self).__name__, self._backend, job, given, config, settings, objects)
@@ -219,13 +220,13 @@ class Trainer:
         settings = fit_arguments.settings_of(given, others)
         train = fit_arguments.training_set(train_data, x, y, sample_weight, class_weight)
         val = fit_arguments.validation_set(val_data, validation_data)
-        with self._with_callbacks(_read_callbacks(callbacks)):
+        with self._with_callbacks(read_callbacks(callbacks)):
             return self._fits.fit(settings, train, val)
 
     @contextlib.contextmanager
     def _with_callbacks(self, callbacks: list[Callback]) -> Iterator[None]:
         """Add `callbacks` inside the block, and read those that were added to `self.callbacks` since the last fit."""
-        before = _read_callbacks(self.setup.callbacks)
+        before = read_callbacks(self.setup.callbacks)
         self.setup.callbacks[:] = [*before, *callbacks]
         try:
             yield
@@ -519,56 +520,6 @@ class Trainer:
         if self.history is None:
             raise ConfigError("best_accuracy is not available before fit(): call fit() first")
         return self.history.best_accuracy
-
-
-def _check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: Any) -> None:
-    """Raise ConfigError for an argument that has none of the accepted types."""
-    examples = {
-        "optimizer": (optimizer, "torch.optim.Adam(model.parameters()), or lambda params: torch.optim.Adam(params)"),
-        "scheduler": (scheduler, "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)"),
-    }
-    for name, (value, example) in examples.items():
-        if isinstance(value, (bytes, Mapping, list, tuple, int, float)):
-            raise ConfigError(
-                f"{name}={value!r} is a {type(value).__name__}: pass a name, an object or a factory, {name}={example}"
-            )
-    for name, value in {"loss_fn": loss_fn, "training_step": training_step}.items():
-        if value is not None and not callable(value) and not (name == "loss_fn" and isinstance(value, str)):
-            raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
-
-
-def _check_one_model(model: Any, optimizers: Any, schedulers: Any) -> None:
-    """Raise ConfigError if there is no model, or an argument for several models."""
-    if model is None:
-        raise ConfigError("there is no model: pass a module, or a function that makes one, as the first argument")
-    if not callable(model):
-        raise ConfigError(f"model is a {type(model).__name__}: pass a module, or a function that makes one")
-    for name, value in {"optimizers": optimizers, "schedulers": schedulers}.items():
-        if value is not None:
-            raise ConfigError(
-                f"{name} is for several models: pass {name[:-1]}, or the models by name as models={{...}}"
-            )
-
-
-def _read_callbacks(callbacks: Any) -> list[Callback]:
-    """Return the callbacks, with those of Keras wrapped.
-
-    Raises ConfigError for an object that is not a callback, or a method `on_...` that is not a hook.
-    """
-    if not isinstance(callbacks, Sequence):
-        raise ConfigError(f"callbacks is a {type(callbacks).__name__}: pass a list, callbacks=[...]")
-    hooks = [name for name in dir(Callback) if name.startswith("on_")]
-    read = as_callbacks(callbacks)
-    for callback in read:
-        if not isinstance(callback, Callback):
-            raise ConfigError(f"callback {callback!r} is not a distributed.Callback: derive its class from it")
-        for name in dir(callback):
-            if name.startswith("on_") and name not in hooks and callable(getattr(callback, name)):
-                raise ConfigError(
-                    f"{type(callback).__name__}.{name} would never be called{nearest(name, hooks)}: the hooks are"
-                    f" {', '.join(hooks)}; give a method of your own a name without on_"
-                )
-    return read
 
 
 class PyTorchDDPTrainer(Trainer):

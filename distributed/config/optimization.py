@@ -213,6 +213,15 @@ def _uses_scheduler(merged: MergedConfig, job: Job) -> bool:
     return _replaces(merged, "scheduler", job.scheduler)
 
 
+def _warnings_of(merged: MergedConfig, num_updates: int | None) -> list[str]:
+    warm = merged.config.warmup_steps
+    if num_updates is None or warm <= num_updates:
+        return []
+    return [
+        f"warning: warmup_steps={warm} is more than the {num_updates} updates of this run, so the rate never reaches its full value"
+    ]
+
+
 def named(merged: MergedConfig, job: Job, num_updates: int | None) -> tuple[Job, list[str]]:
     """Return `job` with the optimizer and the schedule that settings name, and notices about what they replace.
 
@@ -227,7 +236,7 @@ def named(merged: MergedConfig, job: Job, num_updates: int | None) -> tuple[Job,
     """
     if job.names:
         return _several_named(merged, job, num_updates)
-    config, notices = merged.config, []
+    config, notices = merged.config, _warnings_of(merged, num_updates)
     name = _optimizer_name(merged, job)
     optimizer, scheduler = job.optimizer, job.scheduler
     if name is not None:

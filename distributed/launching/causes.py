@@ -191,6 +191,9 @@ def is_ours(filename: str) -> bool:
 
 def is_users(filename: str) -> bool:
     """Return whether a file belongs to neither this package nor a library."""
-    if is_ours(filename) or filename.startswith("<frozen"):
-        return False
-    return not filename.startswith(_LIBRARIES) and not (filename.startswith(sys.base_prefix + "/lib/python"))
+    return not is_ours(filename) and not filename.startswith("<frozen") and not is_of_library(filename)
+
+
+def is_of_library(filename: str) -> bool:
+    """Return whether a file belongs to a library other than this package, or to Python."""
+    return not is_ours(filename) and filename.startswith((*_LIBRARIES, sys.base_prefix + "/lib/python"))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distributed.config.merging import Overrides
 from distributed.config.settings import DEFAULT_PORT
 from distributed.errors import ConfigError
+from distributed.launching.causes import is_of_library
 from distributed.launching.environments.torchrun import is_local_rank
 
 if TYPE_CHECKING:
@@ -169,10 +170,13 @@ def is_loading() -> bool:
 
 
 def running_script() -> Overrides:
-    """Return overrides with only the script of this process and its arguments. Both are empty in a notebook and under `python -m`."""
+    """Return overrides with only the script of this process and its arguments.
+
+    Both are empty in a notebook, under `python -m` and in a process of a library, such as a worker of Ray.
+    """
     main = sys.modules["__main__"]
-    is_file = hasattr(main, "__file__") and main.__spec__ is None and sys.argv[0].endswith(".py")
-    if not is_file:
+    file = getattr(main, "__file__", None)
+    if file is None or main.__spec__ is not None or not sys.argv[0].endswith(".py") or is_of_library(file):
         return Overrides()
     arguments = [each for each in sys.argv[1:] if not is_local_rank(each)]
     return Overrides(script=sys.argv[0], script_args=tuple(arguments))

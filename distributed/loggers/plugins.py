@@ -52,6 +52,10 @@ def _made(name: str) -> Logger:
     reference = _reference(name)
     try:
         made = pkgutil.resolve_name(reference)()
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"loggers={name!r} is {reference}, which needs {error.name}, which is not installed: install it"
+        ) from error
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"loggers={name!r} is {reference}, which cannot be made ({error}): update its package"

@@ -10,6 +10,7 @@ import pickle
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from distributed.config.plan import BatchPlan, ProcessPlan, in_effect, plan_batc
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import ALIASES, DistributedConfig, canonical
 from distributed.errors import ConfigError, ResourceError, nearest
-from distributed.launching.request import Handover
+from distributed.launching.request import Handover, running_script
 from distributed.testing import FakeBackend, FakeOptions
 from distributed.trainer import Trainer
 from tests.conftest import clean_environment
@@ -375,6 +376,17 @@ def test_the_running_script_is_known_as_on_the_command_line_and_a_notebook_or_mo
             timeout=60,
         )  # fmt: skip
         assert done.stdout.strip() == seen
+
+
+def test_a_process_of_a_library_has_no_script(monkeypatch):
+    """A worker of Ray, for example, runs a file of Ray."""
+    main = types.ModuleType("__main__")
+    main.__spec__ = None
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for file, script in ((pytest.__file__, None), (str(Path.home() / "job.py"), "job.py")):
+        main.__file__ = file
+        monkeypatch.setattr(sys, "argv", ["job.py", "a"])
+        assert running_script().script == script
 
 
 # the batch equation

@@ -203,6 +203,15 @@ def test_a_named_schedule_follows_its_curve_over_the_updates_of_the_run() -> Non
     assert float((weights(trainer.model) - hand).abs().max()) < 1e-15
 
 
+def test_a_warm_up_that_is_longer_than_the_run_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    trained(optimizer="sgd", warmup_steps=UPDATES + 1, verbose=True)
+    assert (
+        f"warning: warmup_steps={UPDATES + 1} is more than the {UPDATES} updates of this run" in capsys.readouterr().out
+    )
+    trained(optimizer="sgd", warmup_steps=UPDATES, verbose=True)
+    assert "warning: warmup_steps" not in capsys.readouterr().out
+
+
 def test_the_schedule_of_an_optimizer_that_the_script_passes_may_be_named() -> None:
     rates = Rates()
     trained(optimizer=lambda params: torch.optim.SGD(params, lr=0.5), scheduler="linear", callbacks=[rates])

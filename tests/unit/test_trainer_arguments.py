@@ -32,6 +32,18 @@ class Misspelt(Callback):
         """Lightning's name."""
 
 
+class OfLightning(Callback):
+    def on_train_start(self, trainer: Any, module: Any) -> None:  # type: ignore[override]
+        """Lightning's arguments."""
+
+
+class LightningModule:
+    """Stands for a class of Lightning, which is known by its name."""
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -53,12 +65,33 @@ class Misspelt(Callback):
         ({"callbacks": Callback()}, r"callbacks is a Callback: pass a list, callbacks=\[...\]"),
         ({"warmup_start": 0.1}, "warmup_start=0.1 has no effect without a warm-up: set warmup_steps too, or drop it"),
         ({"callbacks": [print]}, "is not a distributed.Callback"),
-        ({"callbacks": [Misspelt()]}, r"Misspelt.on_train_epoch_end would never be called \(did you mean 'on_\w+'\?\)"),
+        (
+            {"callbacks": [Misspelt()]},
+            r"Misspelt.on_train_epoch_end would never be called \(here it is 'on_epoch_end'\)",
+        ),
+        ({"callbacks": [Misspelt]}, r"callbacks has the class Misspelt instead of an object of it: pass Misspelt\(\)"),
+        (
+            {"callbacks": [OfLightning()]},
+            r"OfLightning.on_train_start is called as on_train_start\(state\), and it takes \(trainer, module",
+        ),
+        (
+            {"training_step": lambda model, batch, index: 0},
+            r"called as training_step\(model, batch\), and this one takes \(model, batch, i",
+        ),
+        (
+            {"model": LightningModule()},
+            "LightningModule is a LightningModule, whose training_step and configure_optimizers are not called",
+        ),
     ],
 )
 def test_an_argument_of_the_wrong_form_is_answered_with_the_right_one(arguments: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Trainer(lambda: None, **arguments)
+        Trainer(**{"model": lambda: None, **arguments})
+
+
+def test_a_lightning_module_with_a_step_of_the_trainer_is_taken_as_a_module() -> None:
+    Trainer(LightningModule(), loss_fn=print)
+    Trainer(LightningModule(), training_step=lambda model, batch, scale=1.0: 0)
 
 
 def test_a_misspelt_option_of_a_pinned_backend_is_answered_with_the_nearest() -> None:
