@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from distributed.backends._torch.collating import Batching
     from distributed.backends._torch.frozen import FrozenPart
     from distributed.backends._torch.generating import Generation
+    from distributed.backends._torch.loading import Beginning
     from distributed.backends._torch.objective import Loss
     from distributed.backends._torch.passes import Passes
     from distributed.backends._torch.several_update import SeveralUpdate
@@ -91,7 +92,7 @@ class TorchBackend(Backend[OptionsT]):
         self._is_training: bool | None = None
         self._is_new_wrapper = False
         self._first_data: ShardedData | None = None
-        self._trained_on: Any = None  # the data set of the newest fit
+        self._trained_on: Beginning | None = None  # the stream of the newest fit, if it has a position
         self.frozen: FrozenPart | None = None  # with `checkpoint_trainable_only`: what checkpoints leave out
 
     # ------------------------------------------------------------------ set-up
@@ -148,14 +149,14 @@ class TorchBackend(Backend[OptionsT]):
         return loader_batch_size(data)
 
     def shard(self, data: Any, batch: BatchPlan, role: DataRole) -> ShardedData:
-        from distributed.backends._torch.loading import shard
+        from distributed.backends._torch.loading import beginning, shard
 
         sharded = shard(
             data, batch=batch, context=self.context, config=self.config, options=self.config.options("data"), role=role,
             reduce=self.world.reduce, batching=self._batching, trained_on=self._trained_on,
         )  # fmt: skip
         if role.is_training:
-            self._trained_on = getattr(data, "dataset", data)
+            self._trained_on = beginning(data, self._trained_on)
         self._first_data = self._first_data or sharded
         return sharded
 

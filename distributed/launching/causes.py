@@ -14,6 +14,7 @@ from types import FrameType, TracebackType
 
 from distributed.config.registry import REGISTRY, PeerErrors
 from distributed.errors import DistributedError
+from distributed.launching.heartbeat import Phase
 
 # Python's own exceptions. Those of the engines, and all messages, are in the entries of the registry.
 _PEER_ERRORS = PeerErrors(types=("ConnectionResetError", "BrokenPipeError"), general_types=("RuntimeError",))
@@ -69,7 +70,7 @@ class Failure:
             return self.message
         rank = f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
         if self.kind == "exception":
-            return f"{rank} failed with {self.type}{' in validation' if self.phase == 'validation' else ''}"
+            return f"{rank} failed with {self.type}{' in validation' if self.phase == Phase.VALIDATION.words else ''}"
         if self.kind == "signal":
             why = f": {self.message}" if self.message else ""
             return f"{rank} was killed by signal {self.signum} ({signal_name(self.signum)}){why}"

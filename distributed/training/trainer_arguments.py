@@ -108,13 +108,11 @@ def _does_not_take(function: Any, count: int) -> str:
 
 
 def refuse_lightning(model: Any, loss_fn: Any, training_step: Any) -> None:
-    """Raise ConfigError for a LightningModule whose own step would silently not be used."""
-    if (
-        loss_fn is None
-        and training_step is None
-        and any(each.__name__ == "LightningModule" for each in type(model).__mro__)
-    ):
+    """Raise ConfigError for a LightningModule, or a class of one, whose own step would silently not be used."""
+    kind = model if isinstance(model, type) else type(model)
+    is_lightning = any(each.__name__ == "LightningModule" for each in kind.__mro__)
+    if is_lightning and loss_fn is None and training_step is None:
         raise ConfigError(
-            f"{type(model).__name__} is a LightningModule, whose training_step and configure_optimizers are not called here: pass"
+            f"{kind.__name__} is a LightningModule, whose training_step and configure_optimizers are not called here: pass"
             " training_step=function(model, batch), or loss_fn, and optimizer to the Trainer"
         )

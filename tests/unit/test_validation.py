@@ -348,6 +348,11 @@ class Seekable(IterableDataset[Any]):
         self.start = state["epoch"], state["at"]
 
 
+class Locked(Seekable):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
 def test_a_stream_with_a_position_may_be_validation_data_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings = {**FIT, "epochs": 2, "validate_every_n_steps": 2, "checkpoint_every_n_steps": 1, "keep_latest_k": 20}
@@ -358,13 +363,14 @@ def test_a_stream_with_a_position_may_be_validation_data_too(tmp_path: Path, mon
     for step in range(1, whole.steps):
         checkpoint = Path(whole.run_dir, "checkpoints", f"step-{step:08d}")
         data = Seekable()
-        resumed = Trainer(line, **settings, resume_from_checkpoint=str(checkpoint)).fit(data, data)
+        trainer = Trainer(line, **settings, resume_from_checkpoint=str(checkpoint))
+        resumed = trainer.fit(data, data)
         assert [row["val_loss"] for row in resumed.rows] == [row["val_loss"] for row in whole.rows], step
+        assert trainer.evaluate(data) == trainer.evaluate(PAIRS), step
 
 
 def test_a_stream_that_cannot_be_copied_is_refused_as_validation_data_of_its_own_training(tmp_path: Path) -> None:
-    data = Seekable()
-    data.lock = threading.Lock()  # type: ignore[attr-defined]
+    data = Locked()
     with pytest.raises(
         ConfigError, match=r"^val_data is the stream that train_data is, .* pass another object with the same"
     ):

@@ -9,7 +9,7 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -23,7 +23,7 @@ from distributed.backends._torch.sources import (
     Source,
     draw_stream,
     gather,
-    has_state,
+    is_stream,
     loader_arguments,
     loader_batch_size,
     pinned,
@@ -33,7 +33,7 @@ from distributed.backends._torch.sources import (
     stop_workers,
 )
 from distributed.backends._torch.stream_parts import hook_of
-from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches
+from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches, has_position
 from distributed.backends.base import ShardedData
 from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
@@ -57,21 +57,20 @@ def shard(
     role: DataRole,
     reduce: Reduce,
     batching: Batching = PLAIN,
-    trained_on: Any = None,
+    trained_on: Beginning | None = None,
 ) -> ShardedData:
     """Return this rank's part of `data`: a DataLoader, a map-style data set or an iterable.
 
     A collective if there are several ranks, because the ranks compare lengths. Raises the same ConfigError on every
     rank if `data` is none of these, is empty, lacks a required length or contradicts the settings.
 
-    `trained_on` is the data set that this fit trains on. If validation reads the same stream, it gets a copy, because a resume and each
-    checkpoint use the position of the stream.
+    `trained_on` is the stream of the newest fit. If anything else reads the same stream, it reads a copy from its beginning, because a
+    resume and each checkpoint use the position of the stream.
     """
     train = role.is_training
     source = read_source(data, config, role, presharded=options.presharded, batching=batching)
-    is_shared = role is DataRole.VALIDATION and getattr(data, "dataset", data) is trained_on
-    if is_shared and source.is_stream and has_state(source.dataset):
-        source = dataclasses.replace(source, dataset=_copied(source))
+    if not train and trained_on is not None and getattr(data, "dataset", data) is trained_on.dataset:
+        source = dataclasses.replace(source, dataset=_copied(source, trained_on.state))
     if train:
         _check_sizes(source, config)
     source = dataclasses.replace(source, is_for_gpu=context.device.startswith("cuda"))
@@ -89,15 +88,34 @@ def shard(
     return MapData(source, batch, context.rank, config.seed, train=train, reduce=agree)
 
 
-def _copied(source: Source) -> Any:
-    """Return a copy of the stream. Raises ConfigError if it cannot be copied."""
+class Beginning(NamedTuple):
+    """A stream that tells its position, and its state before training."""
+
+    dataset: Any
+    state: Any
+
+
+def beginning(data: Any, before: Beginning | None) -> Beginning | None:
+    """Return the beginning of the training `data`, or None if training does not use a position. `before` is that of the last fit."""
+    dataset = getattr(data, "dataset", data)
+    if before is not None and before.dataset is dataset:  # its position may have been set
+        return before
+    if not is_stream(dataset) or not has_position(dataset, getattr(data, "num_workers", 0)):
+        return None
+    return Beginning(dataset, copy.deepcopy(dataset.state_dict()))
+
+
+def _copied(source: Source, state: Any) -> Any:
+    """Return a copy of the stream at `state`. Raises ConfigError if it cannot be copied."""
     try:
-        return copy.deepcopy(source.dataset)
-    except Exception as error:  # of the user's class
+        copied = copy.deepcopy(source.dataset)
+    except Exception as error:  # the user's class may raise anything
         raise ConfigError(
             f"{source.name} is the stream that train_data is, with a state_dict(), and cannot be copied ({type(error).__name__}: {error}):"
             " pass another object with the same samples"
         ) from error
+    copied.load_state_dict(copy.deepcopy(state))
+    return copied
 
 
 def _local(source: Source, batch: BatchPlan, rank: int, seed: int, train: bool) -> ShardedData:

@@ -167,7 +167,7 @@ class StreamPosition:
 
     def __init__(self, source: Source) -> None:
         dataset = source.dataset
-        self._has_state = source.num_workers == 0 and has_state(dataset) and not has_shuffle_buffer(dataset)
+        self._has_state = has_position(dataset, source.num_workers)
         self._dataset = dataset
         self._randomness: sample_rng.OwnStream | None = None
         self._epoch = self.reached = 0
@@ -200,6 +200,11 @@ class StreamPosition:
         except (TypeError, ValueError):
             return None
         return {"epoch": self._epoch, "samples": samples, "state": copy.deepcopy(state)} if reached == samples else None
+
+
+def has_position(dataset: Any, num_workers: int) -> bool:
+    """Return whether checkpoints keep the position of a stream that `num_workers` loader processes read."""
+    return num_workers == 0 and has_state(dataset) and not has_shuffle_buffer(dataset)
 
 
 def has_shuffle_buffer(dataset: Any) -> bool:
