@@ -8,6 +8,7 @@ import os
 import select
 import selectors
 import socket
+import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ from distributed.launching import seal
 from distributed.launching import sealed_listener as listener_module
 from distributed.launching.seal import Seal
 from distributed.launching.sealed_listener import HELLO, SealedListener
+from tests.conftest import poll
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -429,6 +431,40 @@ def test_the_end_is_said_when_the_output_has_been_read():
     worker.join()
     for each in (*mine.values(), launchers["commands"]):
         each.close()
+
+
+def test_the_end_is_said_even_if_a_stream_broke():
+    """As on a network that loses packets: a connection that carried nothing may be lost, and the one for commands not."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        launcher = connect("127.0.0.1", server.getsockname()[1], "secret", {"rank": 0, "world_size": 1})
+        accepted = [server.accept()[0] for _ in launcher.sockets]
+    theirs = dict(zip(launcher.sockets, accepted, strict=True))
+    for each in theirs.values():
+        each.recv(4096)
+    theirs["stdout"].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # `close` resets it
+    for kind in STREAMS:
+        theirs[kind].close()
+    poll(lambda: select.select([launcher.sockets["stdout"]], [], [], 0.0)[0], 10, lambda: "the reset did not arrive")
+    with pytest.raises(OSError):
+        launcher.sockets["stdout"].shutdown(socket.SHUT_WR)
+    _report_end(launcher, 0, (1, 3))
+    assert b'"status": 0' in theirs["commands"].recv(4096)
+    for each in (*launcher.sockets.values(), theirs["commands"]):
+        each.close()
+
+
+def test_a_network_that_loses_some_packets_does_not_break_an_idle_connection():
+    """One of ten probes or answers is lost where 5 % of the packets are lost in each direction. All of those of ten seconds never are."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        launcher = connect("127.0.0.1", server.getsockname()[1], "secret", {"rank": 0, "world_size": 1})
+        first = launcher.sockets["stdout"]
+        idle, interval = (
+            first.getsockopt(socket.IPPROTO_TCP, each) for each in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL)
+        )
+        limit_s = first.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
+        assert limit_s == 10 and 0.0975 ** ((limit_s - idle) // interval) < 1e-7
+        for each in launcher.sockets.values():
+            each.close()
 
 
 def test_a_child_may_open_the_port_for_its_parent(listener):

@@ -27,10 +27,11 @@ from distributed.launching.stopping import Signals, Stop
 from distributed.launching.subreaper import Subreaper
 from distributed.runs.processes import STOP_SIGNALS
 
-# A machine that is silent for ten seconds counts as lost: (level, option, value) of its connections.
+# A machine that is silent for ten seconds counts as lost: (level, option, value) of its connections. An idle connection sends
+# enough probes in this time that a network which loses some packets does not break it.
 _KEEPALIVE = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 4),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 3), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1), (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 8),
     (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 10_000),
 )  # fmt: skip
 # Errors of reading from a machine that did not answer for so long. If only its process has ended, reading raises none of

@@ -132,14 +132,14 @@ def work(
 def _report_end(launcher: LauncherConnections, status: int, reached: tuple[int, int]) -> None:
     """Report the exit status and the progress of the process, after the launcher has read all of its output. Without the wait
     the status could arrive first, because it is sent on another connection."""
-    for kind in STREAMS:
-        launcher.sockets[kind].shutdown(
-            socket.SHUT_WR
-        )  # ends the stream, even if a child of the process still has it open
-    for kind in STREAMS:
-        launcher.sockets[kind].settimeout(_READ_S)
+    streams = [launcher.sockets[kind] for kind in STREAMS]
+    for stream in streams:
+        with contextlib.suppress(OSError):  # the stream broke, which does not break the connection for commands
+            stream.shutdown(socket.SHUT_WR)  # ends the stream, even if a child of the process still has it open
+    for stream in streams:
+        stream.settimeout(_READ_S)
         with contextlib.suppress(OSError):
-            launcher.sockets[kind].recv(1)  # the launcher closes a stream after reading it to the end
+            stream.recv(1)  # the launcher closes a stream after reading it to the end
     launcher.send(status=status, reached=reached)
 
 
