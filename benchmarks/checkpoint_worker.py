@@ -154,7 +154,7 @@ class Contest:
         store = self._store(self._ours)
         found = store.find()
         assert found is not None
-        store.load(found)
+        store.resume(found)
 
     def _torch_save(self) -> Path:
         path = self._new()

@@ -42,6 +42,10 @@ class CheckpointError(ConfigError):
     """A checkpoint is damaged, unreadable or belongs to another model."""
 
 
+class DamagedError(CheckpointError):
+    """The files of a checkpoint are not what was saved."""
+
+
 class TrainingInterrupted(SystemExit):
     """Raised by `fit` after SIGTERM or SIGINT, once the state has been saved. The process exits with 128 + signal.
 

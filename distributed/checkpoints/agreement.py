@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 from distributed.checkpoints.turns import Turns
-from distributed.errors import CheckpointError, ConfigError, DistributedError, ResourceError, TrainingError
+from distributed.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedError,
+    DistributedError,
+    ResourceError,
+    TrainingError,
+)
 from distributed.state import WorkerContext
 
 T = TypeVar("T")
@@ -39,6 +46,7 @@ class Ranks(Protocol):
 # The exception that the other ranks raise, by the kind of the failure.
 _KINDS: dict[str, type[OSError | DistributedError]] = {
     "disk": OSError,
+    "damaged": DamagedError,
     "checkpoint": CheckpointError,
     "config": ConfigError,
     "resource": ResourceError,

@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.checkpoints.agreement import described, rebuilt
+from distributed.checkpoints.digests import FileRecord
 from distributed.errors import DistributedError, TrainingError
 from distributed.state import WorkerContext
 
 _PAUSE_S = 0.01
-Records = Mapping[str, tuple[int, str]]  # bytes and digest of files, by their names in the checkpoint
+Records = Mapping[str, FileRecord]  # of files, by their names in the checkpoint
 
 
 class BackgroundSave:
@@ -63,7 +64,7 @@ class BackgroundSave:
         self._thread.join()
 
     def _run(self) -> None:
-        answer = self._answer_of(self._write)
+        answer = self._answer_of(lambda: {name: record.to_json() for name, record in self._write().items()})
         if self._store is not None:
             self._store.set(f"{self._key}/{self._context.rank}", json.dumps(answer))
         if not self._context.is_main_process:
@@ -82,9 +83,7 @@ class BackgroundSave:
         failed = next((answer for answer in answers if "kind" in answer), None)
         if failed is not None:
             return failed
-        records = {
-            name: (int(size), str(digest)) for answer in answers for name, (size, digest) in answer["value"].items()
-        }
+        records = {name: FileRecord.from_json(record) for answer in answers for name, record in answer["value"].items()}
         answer = self._answer_of(lambda: self._commit(records))
         return answer if "kind" in answer else {}
 

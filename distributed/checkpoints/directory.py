@@ -17,8 +17,8 @@ from distributed.checkpoints.manifest import (
     inspect,
     list_checkpoints,
     resolve,
-    verify,
 )
+from distributed.checkpoints.verifying import verify
 from distributed.errors import CheckpointError
 
 _STAGE, _OLD, _TRASH, _DAMAGED = ".tmp-", ".old-", ".trash-", "damaged-"

@@ -6,23 +6,25 @@ import contextlib
 import contextvars
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+from distributed.checkpoints import digests
+from distributed.checkpoints.digests import FileDigests, FileRecord
 
 logger = logging.getLogger(__name__)
 
-_BUFFER_BYTES = 1 << 20
-# Bytes per system call, so that a signal handler does not wait until gigabytes are written, and so that the bytes are still in
-# the processor's cache when their digest is computed.
-_WRITE_BYTES = 2 << 20
-_digests: contextvars.ContextVar[dict[Path, tuple[int, str]] | None] = contextvars.ContextVar("_digests", default=None)
-Allocate = Callable[[Path, int], memoryview]
+_records: contextvars.ContextVar[dict[Path, FileRecord] | None] = contextvars.ContextVar("_records", default=None)
+Allocate = Callable[[Path, Sequence[int]], memoryview]
 _allocate: contextvars.ContextVar[Allocate | None] = contextvars.ContextVar("_allocate", default=None)
 
 
 @contextlib.contextmanager
 def kept_in_memory(allocate: Allocate) -> Iterator[None]:
-    """Let `write_file` copy its bytes into the memory that `allocate(path, num_bytes)` returns, instead of a file, in this block."""
+    """Let `write_file` copy its bytes into the memory that `allocate(path, sizes)` returns, instead of a file, in this block.
+
+    `sizes` are the numbers of bytes of the chunks.
+    """
     token = _allocate.set(allocate)
     try:
         yield
@@ -30,24 +32,24 @@ def kept_in_memory(allocate: Allocate) -> Iterator[None]:
         _allocate.reset(token)
 
 
-def memory_for(path: Path, num_bytes: int) -> memoryview | None:
-    """Return the memory for the content of a new file inside `kept_in_memory`, and None outside of it."""
+def memory_for(path: Path, sizes: Sequence[int]) -> memoryview | None:
+    """Return the memory for a new file of chunks of these sizes inside `kept_in_memory`, and None outside of it."""
     allocate = _allocate.get()
-    return None if allocate is None else allocate(path, num_bytes)
+    return None if allocate is None else allocate(path, sizes)
 
 
 @contextlib.contextmanager
-def digests_of_written() -> Iterator[dict[Path, tuple[int, str]]]:
-    """Yield a dict that gets the number of bytes and the xxh3_128 digest of each file that `write_file` writes in this block.
+def records_of_written() -> Iterator[dict[Path, FileRecord]]:
+    """Yield a dict that gets the record of each file that `write_file` writes in this block.
 
-    The digest is that of the bytes in memory. It is computed while they are written, so the file is not read again.
+    The digests are those of the bytes in memory. They are computed while these are written, so the file is not read again.
     """
-    found: dict[Path, tuple[int, str]] = {}
-    token = _digests.set(found)
+    found: dict[Path, FileRecord] = {}
+    token = _records.set(found)
     try:
         yield found
     finally:
-        _digests.reset(token)
+        _records.reset(token)
 
 
 def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
@@ -56,7 +58,7 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int)
     The file gets its full length first, so that a failed save still shows how much space it needed. Raises OSError if
     the file exists or the disk is full or broken.
     """
-    if (memory := memory_for(path, num_bytes)) is not None:
+    if (memory := memory_for(path, [num_bytes])) is not None:
         start = 0
         for chunk in chunks:
             memory[start : start + len(chunk)] = chunk
@@ -65,14 +67,12 @@ def write_file(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int)
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         os.ftruncate(fd, num_bytes)
-        if (digests := _digests.get()) is None:
-            _write_all(fd, chunks)
+        if (records := _records.get()) is None:
+            _write_all(fd, chunks, None)
         else:
-            import xxhash
-
-            digest = xxhash.xxh3_128()
-            _write_all(fd, chunks, digest.update)
-            digests[path] = (num_bytes, digest.hexdigest())
+            found = FileDigests()
+            _write_all(fd, chunks, found)
+            records[path] = found.record()
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -119,27 +119,28 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
-def _write_all(
-    fd: int, chunks: Iterable[bytes | memoryview], on_written: Callable[[memoryview], None] = lambda part: None
-) -> None:
-    """Write `chunks` and call `on_written` with each part that has been written.
+def _write_all(fd: int, chunks: Iterable[bytes | memoryview], found: FileDigests | None) -> None:
+    """Write `chunks`, and give `found` what has been written. Each large chunk is a part of the file.
 
     Small chunks are gathered, so that thousands of small tensors do not need thousands of system calls.
     """
     pending = bytearray()
     for chunk in chunks:
-        if len(chunk) < _BUFFER_BYTES:
-            pending += chunk
-        if len(pending) >= _BUFFER_BYTES or len(chunk) >= _BUFFER_BYTES:
-            _put(fd, memoryview(bytes(pending)), on_written)
+        if len(pending) + len(chunk) >= digests.LARGE_BYTES:
+            _put(fd, memoryview(bytes(pending)), found)
             pending.clear()
-        if len(chunk) >= _BUFFER_BYTES:
-            _put(fd, memoryview(chunk), on_written)
-    _put(fd, memoryview(pending), on_written)
+        if len(chunk) >= digests.LARGE_BYTES:
+            _put(fd, memoryview(chunk), found)
+        else:
+            pending += chunk
+    _put(fd, memoryview(pending), found)
 
 
-def _put(fd: int, view: memoryview, on_written: Callable[[memoryview], None]) -> None:
+def _put(fd: int, view: memoryview, found: FileDigests | None) -> None:
     while len(view):
-        count = os.write(fd, view[:_WRITE_BYTES])
-        on_written(view[:count])
+        count = os.write(fd, view[: digests.BLOCK_BYTES])
+        if found is not None:
+            found.update(view[:count])
         view = view[count:]
+    if found is not None:
+        found.end_part()

@@ -1,49 +1,35 @@
-"""The manifest of a checkpoint directory, and checks that the directory still matches it. Needs no backend and no framework."""
+"""The manifest of a checkpoint directory, and checks of names and sizes against it. Needs no backend and no framework."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
 import re
 import sys
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from distributed.checkpoints.reading import run_in_threads
-from distributed.checkpoints.tensor_file import check_header
+from distributed.checkpoints.digests import FileRecord
 from distributed.config.addresses import check_library, is_address
 from distributed.config.kinds import COUNT, NUMBER, OBJECT, TEXT, check_kinds, object_of, optional
 from distributed.config.reading import MAX_DEPTH, MAX_MANIFEST_BYTES, LimitError, parse_json, read_bytes
-from distributed.errors import CheckpointError
+from distributed.errors import CheckpointError, DamagedError
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-_BLOCK_BYTES = 1 << 20  # stays in the processor's cache between the read and the digest
 _LONGEST_NAME = 1000
+_MAX_PARTS = 50_000  # with more the manifest would be too large: a load then verifies whole files before it reads them
 _NAME = re.compile(r"step-(\d{8,})")
-_PIECE = re.compile(
-    r"-(\d{5})-of-(\d{5})\."
-)  # the number of a rank, from 1, and the number of ranks, in the name of a file
 _SEAL = b',\n "xxh3_128": "'
 
 
 class NewerFormatError(CheckpointError):
     """Raised for a checkpoint that a later version of this package wrote and this version cannot read."""
-
-
-@dataclasses.dataclass(frozen=True)
-class FileRecord:
-    """Size and digest of one file of a checkpoint."""
-
-    bytes: int
-    xxh3_128: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +69,9 @@ class Manifest:
 
         Its last line is a digest of all bytes before it, which protects the manifest itself.
         """
-        content = {"format": FORMAT, **dataclasses.asdict(self)}
+        num_parts = sum(len(record.parts) for record in self.files.values())
+        files = {name: record.to_json(with_parts=num_parts <= _MAX_PARTS) for name, record in self.files.items()}
+        content = {"format": FORMAT, **dataclasses.asdict(dataclasses.replace(self, files={})), "files": files}
         if self.frozen is None:
             del content["frozen"]
         body = json.dumps(content, indent=1)[:-2].encode()
@@ -114,73 +102,6 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def file_digest(path: Path, stop: threading.Event | None = None) -> str:
-    """Return the xxh3_128 digest of a file in hex. It detects accidental damage, not forgery.
-
-    If `stop` is set meanwhile, the digest is that of the bytes before.
-    """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(fd, "rb", buffering=0) as file:
-        return stream_digest(file, stop)
-
-
-def stream_digest(stream: Any, stop: threading.Event | None = None) -> str:
-    """Return the digest of an open binary file, as `file_digest` does."""
-    digest, block = xxhash.xxh3_128(), memoryview(bytearray(_BLOCK_BYTES))
-    while (stop is None or not stop.is_set()) and (count := stream.readinto(block)):
-        digest.update(block[:count])
-    return digest.hexdigest()
-
-
-def verify(path: Path) -> Manifest:
-    """Read every byte of a checkpoint and return its manifest.
-
-    Detects accidental damage (a torn write, a flipped bit, a lost file) but not forged digests. Forged files cannot run
-    code either, because the loaders only parse tensors and JSON. Raises CheckpointError with the first bad file and the
-    reason.
-    """
-    manifest = inspect(path)
-    verify_files(path, manifest.files)
-    return manifest
-
-
-def verify_files(path: Path, files: Mapping[str, FileRecord]) -> None:
-    """Read every byte of some files of a checkpoint. Raises CheckpointError with the first bad file and the reason."""
-    stop = threading.Event()
-    run_in_threads([functools.partial(_verify_file, path, name, record, stop) for name, record in files.items()], stop)
-
-
-def _verify_file(path: Path, name: str, record: FileRecord, stop: threading.Event) -> None:
-    try:
-        if name.endswith(".safetensors"):
-            check_header(path / name)
-        if file_digest(path / name, stop) != record.xxh3_128:
-            raise _damaged(path, name, "does not have the content that was saved (digest differs)")
-    except OSError as error:
-        raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
-
-
-def part_to_verify(
-    files: Mapping[str, FileRecord], readers: Sequence[int], rank: int, world_size: int
-) -> dict[str, FileRecord]:
-    """Return the files that `rank` verifies if the ranks `readers` verify a checkpoint together.
-
-    Each file has one reader. A piece that rank i of `world_size` ranks has saved is verified by rank i, which also loads it. Other
-    files go to the rank with the fewest bytes, the largest file first.
-    """
-    if rank not in readers:
-        return {}
-    loads, mine = dict.fromkeys(readers, 0), {}
-    for name, record in sorted(files.items(), key=lambda item: (not _PIECE.search(item[0]), -item[1].bytes, item[0])):
-        piece = _PIECE.search(name)
-        own = int(piece[1]) - 1 if piece and int(piece[2]) == world_size else None
-        reader = own if own in loads else min(loads, key=lambda each: (loads[each], each))
-        loads[reader] += record.bytes
-        if reader == rank:
-            mine[name] = record
-    return mine
-
-
 def inspect(path: Path) -> Manifest:
     """Return the manifest after comparing names, types and sizes of all files, without reading their contents.
 
@@ -190,17 +111,17 @@ def inspect(path: Path) -> Manifest:
     try:
         found = dict(_walk(path))
     except OSError as error:
-        raise _damaged(path, error.filename or "", f"cannot be read: {error.strerror}") from None
+        raise damaged(path, error.filename or "", f"cannot be read: {error.strerror}") from None
     for name, record in manifest.files.items():
         if name not in found:
-            raise _damaged(path, name, "is missing")
+            raise damaged(path, name, "is missing")
         if found[name] != record.bytes:
-            raise _damaged(path, name, f"has {found[name]} bytes, {record.bytes} were saved")
+            raise damaged(path, name, f"has {found[name]} bytes, {record.bytes} were saved")
     for name in found:
         if name not in manifest.files and name != MANIFEST and not name.rpartition("/")[2].startswith("."):
-            raise _damaged(path, name, "is not in the manifest")
+            raise damaged(path, name, "is not in the manifest")
     if STATE not in manifest.files:
-        raise _damaged(path, STATE, "is missing")
+        raise damaged(path, STATE, "is missing")
     return manifest
 
 
@@ -219,10 +140,10 @@ def manifest_of(path: Path | str, raw: bytes) -> Manifest:
     """
     body, seal, tail = raw.rpartition(_SEAL)
     if not seal or tail != xxhash.xxh3_128_hexdigest(body).encode() + b'"\n}\n':
-        raise _damaged(path, MANIFEST, "does not have the content that was saved (digest differs)")
+        raise damaged(path, MANIFEST, "does not have the content that was saved (digest differs)")
     content = parsed(path, MANIFEST, raw)
     if not isinstance(content, dict) or not COUNT.holds(content.get("format")):
-        raise _damaged(path, MANIFEST, "is not a manifest")
+        raise damaged(path, MANIFEST, "is not a manifest")
     if content["format"] > FORMAT:
         found = content["format"]
         raise NewerFormatError(f"checkpoint {path} has format {found}, this version reads {FORMAT}: upgrade")
@@ -237,11 +158,11 @@ def read_small(path: Path, name: str, limit: int) -> bytes:
     try:
         return read_bytes(path / name, limit, os.O_NOFOLLOW)
     except FileNotFoundError:
-        raise _damaged(path, name, "is missing") from None
+        raise damaged(path, name, "is missing") from None
     except LimitError as error:
-        raise _damaged(path, name, str(error)) from None
+        raise damaged(path, name, str(error)) from None
     except OSError as error:
-        raise _damaged(path, name, f"cannot be read: {error.strerror}") from None
+        raise damaged(path, name, f"cannot be read: {error.strerror}") from None
 
 
 def parsed(path: Path | str, name: str, raw: bytes) -> Any:
@@ -252,9 +173,14 @@ def parsed(path: Path | str, name: str, raw: bytes) -> Any:
     try:
         return parse_json(raw)
     except LimitError as error:
-        raise _damaged(path, name, str(error)) from None
+        raise damaged(path, name, str(error)) from None
     except ValueError as error:
-        raise _damaged(path, name, f"is not JSON: {error}") from None
+        raise damaged(path, name, f"is not JSON: {error}") from None
+
+
+def damaged(path: Path | str, name: str, reason: str) -> DamagedError:
+    """Return the error for the file `name` of the checkpoint `path`."""
+    return DamagedError(f"checkpoint {path}: {name} {reason}")
 
 
 def summary_of_frozen(record: Mapping[str, Mapping[str, Any]] | None) -> dict[str, Any] | None:
@@ -356,40 +282,38 @@ def _walk(path: Path, prefix: str = "") -> Iterator[tuple[str, int]]:
         for entry in sorted(entries, key=lambda entry: entry.name):
             name = f"{prefix}{entry.name}"
             if name.count("/") > MAX_DEPTH:
-                raise _damaged(path, name, f"is more than {MAX_DEPTH} directories deep")
+                raise damaged(path, name, f"is more than {MAX_DEPTH} directories deep")
             if entry.is_dir(follow_symlinks=False):
                 yield from _walk(path, f"{name}/")
             elif entry.is_file(follow_symlinks=False):
                 yield name, entry.stat(follow_symlinks=False).st_size
             else:
-                raise _damaged(path, name, "is a link or a device, not a regular file")
+                raise damaged(path, name, "is a link or a device, not a regular file")
 
 
 def _manifest(path: Path | str, content: dict[str, Any]) -> Manifest:
     """Return the Manifest in parsed JSON. Checks the kind of every value, because the file is not trusted."""
     try:
         check_kinds(content, _KINDS)
-        files = content["files"]
-        for name, record in files.items():
+        records: dict[str, FileRecord] = {}
+        for name, record in content["files"].items():
             _check_name(path, name)
             try:
-                check_kinds(record, _RECORD)
+                records[name] = FileRecord.from_json(record)
             except ValueError as error:
                 raise ValueError(f"has a wrong entry for {name!r}: {error}") from None
-        records = {name: FileRecord(record["bytes"], record["xxh3_128"]) for name, record in files.items()}
         return Manifest(
             **{name: content[name] for name in _KINDS if name not in _FROM_ELSEWHERE},
             files=records,
             frozen=content.get("frozen"),
         )
     except KeyError as error:
-        raise _damaged(path, MANIFEST, f"lacks {error.args[0]}") from None
+        raise damaged(path, MANIFEST, f"lacks {error.args[0]}") from None
     except ValueError as error:
-        raise _damaged(path, MANIFEST, str(error)) from None
+        raise damaged(path, MANIFEST, str(error)) from None
 
 
 _FROM_ELSEWHERE = ("files", "frozen")
-_RECORD = {"bytes": COUNT, "xxh3_128": TEXT}
 _KINDS = {
     "step": COUNT, "epoch": COUNT, "samples_seen": COUNT, "samples_in_epoch": COUNT, "backend": TEXT, "world_size": COUNT,
     "sequence": COUNT, "created": TEXT, "monitor": TEXT, "monitor_mode": TEXT, "monitor_value": optional(NUMBER),
@@ -399,11 +323,7 @@ _KINDS = {
 
 def _check_name(path: Path | str, name: str) -> None:
     if not name.isprintable() or len(name) > _LONGEST_NAME:
-        raise _damaged(path, MANIFEST, f"names the file {name[:80]!r}, which has control characters or is too long")
+        raise damaged(path, MANIFEST, f"names the file {name[:80]!r}, which has control characters or is too long")
     parts = name.split("/")
     if any(part in ("", ".", "..") for part in parts) or "\\" in name or "\0" in name:
-        raise _damaged(path, MANIFEST, f"names the file {name!r}, which may lie outside the checkpoint")
-
-
-def _damaged(path: Path | str, name: str, reason: str) -> CheckpointError:
-    return CheckpointError(f"checkpoint {path}: {name} {reason}")
+        raise damaged(path, MANIFEST, f"names the file {name!r}, which may lie outside the checkpoint")

@@ -23,9 +23,9 @@ from distributed.checkpoints.manifest import (
     manifest_of,
     read_manifest,
     step_name,
-    verify,
 )
 from distributed.checkpoints.objects import Objects, StorageError, unusable
+from distributed.checkpoints.verifying import verify
 from distributed.config.reading import MAX_MANIFEST_BYTES
 from distributed.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from distributed.checkpoints.manifest import file_digest, stream_digest
+from distributed.checkpoints.digests import file_digest, stream_digest
 from distributed.config.addresses import scheme_of
 from distributed.errors import ConfigError, DistributedError, ResourceError
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from distributed.checkpoints.durable import digests_of_written, kept_in_memory, size_text, write_file
+from distributed.checkpoints.digests import FileRecord
+from distributed.checkpoints.durable import kept_in_memory, records_of_written, size_text, write_file
 from distributed.config.memory import available_bytes
 from distributed.errors import TrainingError
 
@@ -44,31 +45,38 @@ class Staging:
     def __init__(self, allocate: Callable[[int], memoryview] = host_memory) -> None:
         self._allocate = allocate
         self._kept: dict[Path, memoryview] = {}  # by the name of the file in its checkpoint
-        self._files: list[tuple[Path, memoryview]] = []
+        self._files: list[tuple[Path, memoryview, Sequence[int]]] = []  # with the sizes of their chunks
 
     @contextlib.contextmanager
     def copying(self, stage: Path) -> Iterator[None]:
         """Make `write_file` copy files below `stage` into memory within the block. Earlier copies are dropped."""
         self._files = []
-        with kept_in_memory(lambda path, num_bytes: self._memory_for(stage, path, num_bytes)):
+        with kept_in_memory(lambda path, sizes: self._memory_for(stage, path, sizes)):
             yield
 
-    def write(self) -> dict[Path, tuple[int, str]]:
-        """Write the copied files durably. Return the number of bytes and the digest of each. Raises OSError if the disk fails."""
-        with digests_of_written() as written:
-            for path, memory in self._files:
-                write_file(path, [memory], len(memory))
+    def write(self) -> dict[Path, FileRecord]:
+        """Write the copied files durably. Return the record of each. Raises OSError if the disk fails."""
+        with records_of_written() as written:
+            for path, memory, sizes in self._files:
+                write_file(path, _cut(memory, sizes), len(memory))
         return written
 
-    def _memory_for(self, stage: Path, path: Path, num_bytes: int) -> memoryview:
-        name = path.relative_to(stage)
+    def _memory_for(self, stage: Path, path: Path, sizes: Sequence[int]) -> memoryview:
+        name, num_bytes = path.relative_to(stage), sum(sizes)
         kept = self._kept.get(name)
         if kept is None or len(kept) < num_bytes:
             self._kept.pop(name, None)
             check_memory(num_bytes)
             kept = self._kept[name] = self._allocate(num_bytes)
-        self._files.append((path, kept[:num_bytes]))
-        return self._files[-1][1]
+        self._files.append((path, kept[:num_bytes], sizes))
+        return kept[:num_bytes]
+
+
+def _cut(memory: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    """Yield the chunks of `memory`."""
+    for size in sizes:
+        yield memory[:size]
+        memory = memory[size:]
 
 
 def check_memory(num_bytes: int) -> None:

@@ -20,37 +20,42 @@ from typing import Any, Protocol
 from distributed.checkpoints.agreement import Agreement, Ranks
 from distributed.checkpoints.background import BackgroundSave, Records
 from distributed.checkpoints.copies import Copies
+from distributed.checkpoints.digests import FileRecord, file_digest
 from distributed.checkpoints.directory import CheckpointDirectory, beside, open_verified, stage_of
-from distributed.checkpoints.durable import digests_of_written, size_text, sync, write_file
+from distributed.checkpoints.durable import records_of_written, size_text, sync, write_file
 from distributed.checkpoints.manifest import (
     MANIFEST,
-    FileRecord,
     Manifest,
     NewerFormatError,
-    file_digest,
     inspect,
-    part_to_verify,
     read_manifest,
     step_name,
     summary_of_frozen,
-    verify,
-    verify_files,
 )
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
 from distributed.checkpoints.objects import Objects, unusable
+from distributed.checkpoints.part_checks import PartChecks
 from distributed.checkpoints.staging import Copying, Staging
 from distributed.checkpoints.state_file import identity, read_state, write_state
+from distributed.checkpoints.verifying import (
+    large_parts,
+    part_to_verify,
+    verify,
+    verify_files,
+    verify_small_parts,
+    verify_unread,
+)
 from distributed.config.addresses import check_address, is_address
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
 from distributed.config.settings import DistributedConfig
-from distributed.errors import CheckpointError, DistributedError, TrainingError
+from distributed.errors import CheckpointError, DamagedError, DistributedError, TrainingError
 from distributed.state import OnEvent, TrainState, WorkerContext
 
 __all__ = ["CheckpointStore", "read_state"]
 
 _OPENED = ".opened"  # directory beside the checkpoints for one that was downloaded to start from
-Written = Mapping[Path, tuple[int, str]]  # bytes and digest of the files that this rank has written
+Written = Mapping[Path, FileRecord]  # of the files that this rank has written
 
 
 class Stored(Protocol):
@@ -133,6 +138,7 @@ class CheckpointStore:
         self._name: str | None = None
         self._num_begun = 0
         self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
+        self._found: Path | None = None  # the checkpoint that `find` has returned last
 
     def save(self, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> Path | None:
         """Commit a checkpoint of `state` and of the backend. Every rank must call it at the same step.
@@ -268,24 +274,29 @@ class CheckpointStore:
         """
         return self._copies.deliver(path)
 
-    def find(self) -> Path | None:
+    def find(self, *, in_full: bool = False) -> Path | None:
         """Return the newest checkpoint of the directory that verifies, or None, on every rank. Every rank must call it.
 
-        Each rank reads a part of the files. Damaged checkpoints that are newer are set aside as `damaged-step-...`, each with one
-        warning. Remains of a killed save are removed, so no other run may be writing to this directory. Raises CheckpointError if only
-        damaged checkpoints are left, ResourceError if object storage, which may have a newer one, does not answer.
+        Each rank reads a part of the files. `resume` verifies large tensors later, while it loads them, unless `in_full`. Damaged
+        checkpoints that are newer are set aside as `damaged-step-...`, each with one warning. Remains of a killed save are removed, so
+        no other run may be writing to this directory. Raises CheckpointError if only damaged checkpoints are left, ResourceError if
+        object storage, which may have a newer one, does not answer.
         """
         while (name := self._agreement.on_main(self._newest)) is not None:
             path = self.directory / name
             try:
-                self._verify(path)
+                self._verify(path, in_full=in_full)
                 break
             except CheckpointError as error:
                 problem = str(error)
-            self._agreement.on_main(lambda: self._files.set_aside(path, problem))  # noqa: B023
+            self._set_aside(path, problem)
         if self._mirror is not None:
             self._mirror.notify()  # an earlier attempt may have ended before its uploads
-        return None if name is None else self.directory / name
+        self._found = None if name is None else self.directory / name
+        return self._found
+
+    def _set_aside(self, path: Path, problem: str) -> None:
+        self._agreement.on_main(lambda: self._files.set_aside(path, problem))
 
     def stored_elsewhere(self) -> bool:
         """Return whether object storage has checkpoints, damaged ones included. No collective; to be called on the main process."""
@@ -319,64 +330,100 @@ class CheckpointStore:
     def open(self, path: Path | str) -> Path:
         """Verify the checkpoint that `path` means and return its path on every rank. Every rank must call it.
 
-        If `path` is a run directory, its newest checkpoint is meant. If `path` is an address, the main process downloads the
-        checkpoint, and `load` removes the copy after loading. Raises CheckpointError if the checkpoint is missing or damaged. No
-        other checkpoint is used instead.
+        `resume` verifies large tensors later, while it loads them. If `path` is a run directory, its newest checkpoint is meant. If
+        `path` is an address, the main process downloads the checkpoint, and `resume` removes the copy after loading. Raises
+        CheckpointError if the checkpoint is missing or damaged. No other checkpoint is used instead.
         """
         opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
         try:
-            self._verify(opened)
+            self._verify(opened, in_full=False)
         except CheckpointError as error:
-            hint = self._agreement.on_main(lambda: beside(opened))
-            raise CheckpointError(f"{error}; {hint}") from None
+            raise self._with_hint(error, opened) from None
         return opened
 
-    def load(self, path: Path) -> TrainState:
-        """Load the checkpoint `path`, from `find` or `open`, into the backend and return the training state.
+    def resume(self, path: Path) -> tuple[Path, TrainState]:
+        """Load the checkpoint `path`, from `find` or `open`, into the backend. Return the checkpoint and the training state.
 
-        Every rank must call it. Raises CheckpointError, on every rank, if it belongs to another model or cannot be
-        read.
+        If `path` is from `find` and a large tensor is damaged, the checkpoint is set aside, and the one before it is loaded. Every rank
+        must call it. Raises CheckpointError, on every rank, if the checkpoint belongs to another model or cannot be read.
         """
-        with self._copies.here(path) as here:
-            state = self._agreement.on_all(lambda: self._load(here))
+        while True:
+            try:
+                state = self._load(path)
+                break
+            except DamagedError as error:
+                damage = error
+            if path != self._found:
+                raise self._with_hint(damage, path)
+            self._set_aside(path, str(damage))
+            path = self.find() or path
         if self.context.is_main_process and path.parent == (self.directory / _OPENED).absolute():
             shutil.rmtree(path.parent, ignore_errors=True)
-        return state
+        return path, state
+
+    def _with_hint(self, error: CheckpointError, path: Path) -> CheckpointError:
+        """Return the error of a damaged checkpoint with what is beside it. A collective."""
+        return CheckpointError(f"{error}; {self._agreement.on_main(lambda: beside(path))}")
 
     def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:
         """Save on all ranks. An OSError or a TrainingError of one rank is raised on all ranks."""
         if self._agreement.on_main(lambda: self._begin(target, state, best_value)):
             if self._copies.away():  # an earlier attempt may have left files there
                 self._agreement.on_all(lambda: self._copies.clear(stage_of(target)))
-            with digests_of_written() as written:
+            with records_of_written() as written:
                 extra = self._agreement.on_all(lambda: self.backend.save(stage_of(target)))
             self._copies.gather(stage_of(target))
-            known = self._known_digests(stage_of(target), written)
+            known = self._known_records(stage_of(target), written)
             self._agreement.on_main(lambda: self._seal(target, state, extra, config, best_value, known))
 
-    def _known_digests(self, stage: Path, written: Written) -> dict[str, tuple[int, str]]:
-        """Return the sizes and digests of the files that all ranks wrote into `stage`, by name. A collective.
+    def _known_records(self, stage: Path, written: Written) -> dict[str, FileRecord]:
+        """Return the records of the files that all ranks wrote into `stage`, by name. A collective.
 
         Files that were sent between nodes are left out, because the main process has to read what has arrived.
         """
         is_away = self.context.rank in self._copies.away()
-        mine = {} if is_away else {name: list(record) for name, record in _below(stage, written).items()}
-        parts = self._agreement.world.gather(mine)
-        return {name: (int(size), digest) for part in parts for name, (size, digest) in part.items()}
+        mine = {} if is_away else {name: record.to_json() for name, record in _below(stage, written).items()}
+        found = self._agreement.world.gather(mine)
+        return {name: FileRecord.from_json(record) for each in found for name, record in each.items()}
 
-    def _verify(self, path: Path) -> None:
-        """Read every byte of a checkpoint, each rank a part of the files. A collective.
+    def _verify(self, path: Path, *, in_full: bool) -> None:
+        """Read a checkpoint, each rank a part of the files: every byte if `in_full`, else all but large parts. A collective.
 
         Raises CheckpointError, on every rank, with a bad file and the reason.
         """
-        away = self._copies.away_from(path)
-        readers = [rank for rank in range(self.context.world_size) if rank not in away]
-        self._agreement.on_all(lambda: self._verify_part(path, readers))
+        readers, read = self._readers(path), verify_files if in_full else verify_small_parts
+        self._agreement.on_all(lambda: read(path, self._own_files(path, readers)))
 
-    def _verify_part(self, path: Path, readers: list[int]) -> None:
-        if (rank := self.context.rank) in readers:
-            files = read_manifest(path).files
-            verify_files(path, part_to_verify(files, readers, rank, self.context.world_size))
+    def _readers(self, path: Path) -> list[int]:
+        """Return the ranks that verify a checkpoint together: those that see it where the main process does. A collective."""
+        away = self._copies.away_from(path)
+        return [rank for rank in range(self.context.world_size) if rank not in away]
+
+    def _own_files(self, path: Path, readers: list[int]) -> dict[str, FileRecord]:
+        """Return the files of a checkpoint that this rank verifies if the ranks `readers` do this together."""
+        rank = self.context.rank
+        return (
+            part_to_verify(read_manifest(path).files, readers, rank, self.context.world_size) if rank in readers else {}
+        )
+
+    def _load(self, path: Path) -> TrainState:
+        """Load a checkpoint, and verify its large parts. A collective. Raises DamagedError, on every rank, if one is damaged."""
+        readers, checks = self._readers(path), PartChecks()
+        with self._copies.here(path) as here:
+
+            def verify_rest() -> None:
+                verify_unread(here, checks, self._own_files(here, readers))
+
+            def load() -> TrainState:
+                state = self._load_state(here, checks)
+                verify_rest()
+                return state
+
+            try:
+                return self._agreement.on_all(load)
+            except (OSError, DistributedError):
+                self._agreement.on_all(verify_rest)  # damage may be the cause
+                raise
 
     def _warn(self, text: str) -> None:
         self.on_event({"kind": "warning", "text": text})
@@ -436,7 +483,7 @@ class CheckpointStore:
         best_value: float | None,
         known: Records,
     ) -> None:
-        with digests_of_written() as written:
+        with records_of_written() as written:
             write_state(stage_of(target), state, extra)
         known = {**known, **_below(stage_of(target), written)}
         self._commit(target, self._manifest(state, config, best_value, extra), identity(state, best_value), known)
@@ -505,33 +552,35 @@ class CheckpointStore:
                 f"{'free disk space' if is_full else 'see that its directory can be written'}, and run again with --resume"
             )
 
-    def _load(self, path: Path) -> TrainState:
+    def _load_state(self, path: Path, checks: PartChecks) -> TrainState:
+        manifest = read_manifest(path)
         state, extra = read_state(path)
         try:
-            self.backend.load(path, extra)
+            with checks.of(large_parts(path, manifest.files)):
+                self.backend.load(path, extra)
         except (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
             raise CheckpointError(
                 f"checkpoint {path}: its state does not fit this run ({type(error).__name__}: {error})"
             ) from error
         if self.context.is_main_process:
-            self._current = (path, identity(state, read_manifest(path).monitor_value))
+            self._current = (path, identity(state, manifest.monitor_value))
         return state
 
 
-def _below(stage: Path, written: Written) -> dict[str, tuple[int, str]]:
+def _below(stage: Path, written: Written) -> dict[str, FileRecord]:
     """Return the records of the files below `stage` by their names."""
     return {str(path.relative_to(stage)): record for path, record in written.items() if path.is_relative_to(stage)}
 
 
-def _seal_file(path: Path, written: tuple[int, str] | None) -> FileRecord:
+def _seal_file(path: Path, written: FileRecord | None) -> FileRecord:
     """Return the record of a file. If `write_file` wrote the file, it is synced already and its digest is known."""
     size = path.stat().st_size
     if written is None:
         sync(path)
         return FileRecord(size, file_digest(path))
-    if size != written[0]:
-        raise OSError(errno.EIO, f"{path.name} has {size} bytes, {written[0]} were written")
-    return FileRecord(*written)
+    if size != written.bytes:
+        raise OSError(errno.EIO, f"{path.name} has {size} bytes, {written.bytes} were written")
+    return written
 
 
 def _versions() -> dict[str, str]:

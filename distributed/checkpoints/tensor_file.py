@@ -12,8 +12,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import xxhash
+
+from distributed.checkpoints import digests
 from distributed.checkpoints.durable import memory_for, write_file
+from distributed.checkpoints.part_checks import PartChecks, active_checks
 from distributed.config.reading import MAX_HEADER_BYTES, MAX_HEADER_CONTAINERS, num_containers
 from distributed.errors import CheckpointError
 
@@ -30,8 +35,6 @@ WORDS = {
 }  # fmt: skip
 
 _ALIGNMENT = 64  # bytes of a cache line: a copy to memory that begins elsewhere takes up to 1.3 times as long
-# From this size on, reading the file again takes less time than a copy of its mapped memory.
-_LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,10 @@ def write_tensors(
         raise CheckpointError(f"{path.name} would hold {len(tensors)} tensors, more than one file can: shard the state")
 
     start = len(header).to_bytes(8, "little") + header
-    if writer is write_file and (memory := memory_for(path, len(start) + offset)) is not None:
+    if (
+        writer is write_file
+        and (memory := memory_for(path, [len(start), *(tensor.num_bytes for tensor in ordered)])) is not None
+    ):
         memory[: len(start)] = start
         _copy_all(ordered, memory[len(start) :])
         return
@@ -142,7 +148,7 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
         # Workaround (torch 2.13, pytorch/pytorch#44027; may go when torch has read-only tensors): torch warns about read-only
         # buffers. ACCESS_COPY makes the pages private and writable.
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-        source = _Source(path, data, 8 + length, os.fstat(file.fileno()))
+        source = _Source(path, data, 8 + length, os.fstat(file.fileno()), active_checks())
     metadata = content.pop("__metadata__", None) or {}
     # Each entry is freed as soon as it is converted, because the entries of 100,000 tensors take 60 MB.
     return [_raw_tensor(name, content.pop(name), source) for name in list(content)], metadata
@@ -150,12 +156,13 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A file of tensors: its mapped memory, the position from which its header counts, and its inode."""
+    """A file of tensors: its mapped memory, the position from which its header counts, its inode, and the checks of what is read."""
 
     path: Path
     mapped: memoryview
     start: int
     status: os.stat_result
+    checks: PartChecks | None
 
     def part(self, begin: int, end: int) -> memoryview:
         """Return bytes of the mapped memory."""
@@ -174,14 +181,24 @@ class _Source:
                 if not os.path.samestat(os.fstat(fd), self.status):
                     memory[:] = self.part(begin, begin + len(memory))
                     return
-                file.seek(begin)
-                while len(memory):
-                    count = file.readinto(memory)
-                    if not count:
-                        raise CheckpointError(f"{self.path} has become shorter while it was read")
-                    memory = memory[count:]
+                self._fill(memory, file, begin)
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}") from None
+
+    def _fill(self, memory: memoryview, file: Any, begin: int) -> None:
+        """Fill `memory` from the open file. If the bytes are a part that is verified while it is read, note its digest."""
+        part = None if self.checks is None else self.checks.part(self.path, begin, len(memory))
+        digest, most = (None, len(memory)) if part is None else (xxhash.xxh3_128(), digests.BLOCK_BYTES)
+        file.seek(begin)
+        while len(memory):
+            count = file.readinto(memory[:most])
+            if not count:
+                raise CheckpointError(f"{self.path} has become shorter while it was read")
+            if digest is not None:
+                digest.update(memory[:count])
+            memory = memory[count:]
+        if self.checks is not None and part is not None and digest is not None:
+            self.checks.note(part, digest.hexdigest())
 
 
 def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawTensor:
@@ -189,7 +206,8 @@ def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawT
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{source.path}: {name} has the element type {dtype}, which this version does not know")
     begin, end = (source.start + offset for offset in entry["data_offsets"])
-    copy_to = functools.partial(source.read_into, begin) if end - begin >= _LARGE_BYTES else None
+    # reading a large tensor from the file takes less time than a copy of its mapped memory
+    copy_to = functools.partial(source.read_into, begin) if end - begin >= digests.LARGE_BYTES else None
     return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to)
 
 

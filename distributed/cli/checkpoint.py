@@ -10,9 +10,10 @@ import typer
 
 from distributed.backends.converting import convert
 from distributed.checkpoints.durable import size_text
-from distributed.checkpoints.manifest import CheckpointInfo, best_of, list_checkpoints, resolve, verify
+from distributed.checkpoints.manifest import CheckpointInfo, best_of, list_checkpoints, resolve
 from distributed.checkpoints.mirror import stored_checkpoints
 from distributed.checkpoints.objects import Objects, unusable
+from distributed.checkpoints.verifying import verify
 from distributed.cli.export import copied, export, given_address
 from distributed.cli.run_argument import run_path
 from distributed.cli.typer_help import Command, Group

@@ -11,10 +11,11 @@ import typer
 
 from distributed.backends.exporting import FORMATS, backend_for, check_format
 from distributed.checkpoints.durable import replace_file, size_text
-from distributed.checkpoints.manifest import MANIFEST, read_manifest, verify
+from distributed.checkpoints.manifest import MANIFEST, read_manifest
 from distributed.checkpoints.mirror import fetch_newest
 from distributed.checkpoints.shards import read_weights
 from distributed.checkpoints.tensor_file import write_tensors
+from distributed.checkpoints.verifying import verify
 from distributed.checkpoints.weights import find_weights
 from distributed.cli.run_argument import run_path
 from distributed.config.addresses import address_in, check_address, check_library

@@ -422,7 +422,7 @@ class FitSession:
             return self._state, None
         if path is None:
             return TrainState(), None
-        state = store.load(path)
+        path, state = store.resume(path)
         self._is_saved = path.parent == store.directory
         self.checkpoint = path if self._is_saved else None
         detail = {}

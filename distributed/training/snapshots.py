@@ -59,7 +59,7 @@ class Snapshots:
 
     def newer_than(self, checkpoint: Path | None) -> Path | None:
         """Return the newest snapshot if it is of a later step than `checkpoint`, and `checkpoint` otherwise. A collective."""
-        found = self._agreement.on_main(lambda: self.directory.is_dir()) and self._store.find()
+        found = self._agreement.on_main(lambda: self.directory.is_dir()) and self._store.find(in_full=True)
         return found if found and (checkpoint is None or found.name > checkpoint.name) else checkpoint
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed.checkpoints.manifest import list_checkpoints, verify
+from distributed.checkpoints.manifest import list_checkpoints
+from distributed.checkpoints.verifying import verify
 from tests.conftest import needs_backend
 
 JOBS = Path(__file__).parent / "jobs"

@@ -9,8 +9,8 @@ import numpy
 import pytest
 from safetensors.numpy import load_file
 
-from distributed.checkpoints.manifest import verify
 from distributed.checkpoints.shards import read_weights
+from distributed.checkpoints.verifying import verify
 from tests.conformance.runs import FULL, newest
 from tests.conftest import needs_backend
 

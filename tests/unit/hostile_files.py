@@ -18,18 +18,17 @@ from typing import Any
 
 import xxhash
 
+from distributed.checkpoints.digests import FileRecord, file_digest
 from distributed.checkpoints.manifest import (
     _SEAL,
     MANIFEST,
     STATE,
-    FileRecord,
     Manifest,
-    file_digest,
     list_checkpoints,
-    verify,
 )
 from distributed.checkpoints.state_file import read_state, write_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.checkpoints.verifying import verify
 from distributed.config.merging import read_config_file
 from distributed.report.sweep import read_sweep
 from distributed.runs.directory import RunDirectory

@@ -27,10 +27,12 @@ from distributed.backends.world import OneProcess
 from distributed.checkpoints import durable, manifest
 from distributed.checkpoints import store as checkpoint
 from distributed.checkpoints.agreement import Agreement
-from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve, verify
+from distributed.checkpoints.digests import FileRecord, file_digest
+from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve
 from distributed.checkpoints.staging import Copying
 from distributed.checkpoints.store import CheckpointStore, read_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.checkpoints.verifying import part_to_verify, verify
 from distributed.config.plan import ProcessPlan
 from distributed.config.settings import DistributedConfig
 from distributed.errors import CheckpointError, TrainingError
@@ -149,7 +151,7 @@ def test_a_save_is_found_verified_and_loaded_again(tmp_path: Path) -> None:
     path = first.store.save(state, {"epochs": 3}, 0.5)
     second = rig(tmp_path / "checkpoints")
     assert path == second.store.find() == tmp_path / "checkpoints" / "step-00000012"
-    loaded = second.store.load(path)
+    loaded = second.store.resume(path)[1]
     assert math.isnan(loaded.metrics.pop("loss"))
     assert state.metrics.pop("loss")
     assert loaded == state
@@ -200,7 +202,7 @@ def test_digests_come_from_the_writes_of_each_rank_and_only_other_files_are_read
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(checkpoint, "file_digest", lambda path: read.append(path.name) or manifest.file_digest(path))
+    monkeypatch.setattr(checkpoint, "file_digest", lambda path: read.append(path.name) or file_digest(path))
     threads = Threads(2)
     ranks = [rig(tmp_path, rank, threads) for rank in range(2)]
     ranks[1].backend.before_save = lambda: (tmp_path / ".tmp-step-00000001" / "own.bin").write_bytes(b"of the engine")
@@ -336,7 +338,7 @@ def _check_after_kill(directory: Path, last: int) -> int:
     found = fresh.store.find()
     assert found is not None
     assert fresh.messages == []
-    state = fresh.store.load(found)
+    state = fresh.store.resume(found)[1]
     assert state.step >= last, "an older checkpoint than one that was committed before"
     if state.step > 1:
         assert fresh.backend.loaded[0] == state.step.to_bytes(4, "big") * 5000
@@ -469,7 +471,7 @@ def test_a_checkpoint_with_an_order_of_a_later_version_is_refused_and_not_set_as
     one = rig(tmp_path)
     path = one.save(1, data_version=DATA_VERSION + 1)
     with pytest.raises(NewerFormatError, match=f"version {DATA_VERSION + 1} of the order.*: upgrade"):
-        rig(tmp_path).store.load(path)
+        rig(tmp_path).store.resume(path)
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -521,7 +523,7 @@ def test_after_going_back_to_an_older_step_the_last_save_is_the_newest(tmp_path:
     for step in (10, 20):
         one.save(step)
     back = rig(tmp_path, keep_latest_k=2)
-    back.store.load(back.store.open(tmp_path / "step-00000010"))
+    back.store.resume(back.store.open(tmp_path / "step-00000010"))
     assert back.save(12) == rig(tmp_path).store.find()
     assert names(tmp_path) == ["step-00000012", "step-00000020"]
 
@@ -535,7 +537,7 @@ def test_the_same_state_is_not_written_twice_but_a_changed_one_is(tmp_path: Path
     one.save(8, 0.5, epoch=1)
     assert read_state(path)[0].epoch == 1
     resumed = rig(tmp_path)
-    resumed.store.load(resumed.store.find())
+    resumed.store.resume(resumed.store.find())
     before = path.stat().st_ino
     resumed.save(8, 0.5, epoch=1)
     assert path.stat().st_ino == before
@@ -548,7 +550,7 @@ def test_another_runs_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) ->
     rig(tmp_path).save(8)
     one = rig(tmp_path)
     one.backend.weights = b"mine"
-    one.store.load(one.save(8))
+    one.store.resume(one.save(8))
     assert one.backend.loaded[0] == b"mine"
 
 
@@ -620,7 +622,7 @@ def test_a_checkpoint_that_was_deleted_is_saved_again_at_the_same_step(tmp_path:
     one = rig(tmp_path / "checkpoints")
     one.save(1)
     again = rig(tmp_path / "checkpoints")  # a resumed run knows what it has found
-    again.store.load(again.store.find())
+    again.store.resume(again.store.find())
     shutil.rmtree(tmp_path / "checkpoints")
     assert again.store.is_lost() and verify(again.save(1)) and len(again.messages) == 1
 
@@ -667,7 +669,7 @@ def test_a_refusal_on_one_rank_is_raised_on_all(tmp_path: Path, failing: int) ->
 def test_every_rank_saves_its_part_and_finds_the_same(tmp_path: Path) -> None:
     def save_and_find(one: Rig) -> Any:
         saved = one.save(2)
-        return saved, one.store.find(), one.store.load(saved).step
+        return saved, one.store.find(), one.store.resume(saved)[1].step
 
     _, results = _on_ranks(tmp_path, 3, None, lambda: None, save_and_find)
     path = tmp_path / "step-00000002"
@@ -683,9 +685,9 @@ def test_each_file_is_verified_by_one_rank_and_pieces_by_the_rank_that_loads_the
         "state.json": 9, "rng/rank-0.safetensors": 5, "model/model.safetensors": 500, "optimizer/optimizer.safetensors": 1000,
         "model/model-00001-of-00003.safetensors": 70, "model/model-00003-of-00003.safetensors": 80,
     }  # fmt: skip
-    files = {name: manifest.FileRecord(size, "") for name, size in sizes.items()}
+    files = {name: FileRecord(size, "") for name, size in sizes.items()}
     for readers in ([0], [0, 1], [0, 2], [0, 1, 2]):
-        parts = {rank: manifest.part_to_verify(files, readers, rank, 3) for rank in range(3)}
+        parts = {rank: part_to_verify(files, readers, rank, 3) for rank in range(3)}
         assert sorted(name for part in parts.values() for name in part) == sorted(sizes)
         assert [rank for rank, part in parts.items() if part] == readers
         assert "model/model-00001-of-00003.safetensors" in parts[0]
@@ -726,7 +728,7 @@ def test_a_flipped_bit_anywhere_makes_all_ranks_resume_from_the_checkpoint_befor
 def _find_and_load(one: Rig) -> int:
     found = one.store.find()
     assert one.backend.loaded is None, "loaded before every file was verified"
-    return one.store.load(found).step
+    return one.store.resume(found)[1].step
 
 
 def _error_of(action: Callable[[], Any]) -> str:
@@ -820,7 +822,7 @@ def _huge_header(path: Path) -> None:
     file = path / "model" / "model.safetensors"
     content = (1 << 40).to_bytes(8, "little") + file.read_bytes()[8:]
     file.write_bytes(content)
-    record = {"bytes": len(content), "xxh3_128": manifest.file_digest(file)}
+    record = {"bytes": len(content), "xxh3_128": file_digest(file)}
     _reseal(path, lambda manifest: manifest["files"].update({"model/model.safetensors": record}))
 
 
@@ -861,7 +863,7 @@ def test_a_state_that_does_not_fit_the_run_is_refused(tmp_path: Path, monkeypatc
     path = one.save(1)
     monkeypatch.setattr(one.backend, "load", lambda directory, state: int(state["world_size"]))
     with pytest.raises(CheckpointError, match=r"its state does not fit this run \(KeyError: 'world_size'\)"):
-        one.store.load(path)
+        one.store.resume(path)
 
 
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
@@ -885,7 +887,8 @@ def test_an_array_is_not_read_many_times(tmp_path: Path) -> None:
 def test_listing_and_verifying_load_no_framework(tmp_path: Path) -> None:
     rig(tmp_path).save(1)
     code = (
-        "import sys; from pathlib import Path; from distributed.checkpoints.manifest import list_checkpoints, verify;"
+        "import sys; from pathlib import Path; from distributed.checkpoints.manifest import list_checkpoints;"
+        "from distributed.checkpoints.verifying import verify;"
         "[verify(i.path) for i in list_checkpoints(Path(sys.argv[1]))];"
         "import distributed.checkpoints.store, distributed.cli.checkpoint;"
         "sys.exit(bool({'torch', 'numpy', 'tensorflow'} & set(sys.modules)))"

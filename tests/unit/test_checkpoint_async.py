@@ -18,9 +18,10 @@ from distributed import Trainer
 from distributed.backends._torch.whole import free_bytes
 from distributed.callbacks import Callback
 from distributed.checkpoints import durable, staging
-from distributed.checkpoints.manifest import list_checkpoints, verify
+from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.staging import Staging
 from distributed.checkpoints.tensor_file import read_raw
+from distributed.checkpoints.verifying import verify
 from distributed.config import memory
 from distributed.errors import ConfigError, TrainingError
 from distributed.state import TrainState
@@ -59,7 +60,7 @@ def test_the_checkpoint_has_what_was_copied_and_the_files_of_a_save_at_once(tmp_
         one.backend.weights = b"later" * 40
         path = one.store.finish()
         assert told == ([0] if one.backend.rank == 0 else [])
-        return path, one.store.find(), one.store.load(path).step, one.backend.loaded[0]
+        return path, one.store.find(), one.store.resume(path)[1].step, one.backend.loaded[0]
 
     _, (path, *_) = _on_ranks(tmp_path / "a", size, None, lambda: None, at_once)
     _, results = _on_ranks(tmp_path / "b", size, None, lambda: None, in_background)
@@ -131,9 +132,9 @@ def test_memory_is_kept_for_the_next_save_and_refused_if_there_is_too_little(
     for content in (b"abc" * 100, b"xy" * 100, b"z" * 300):
         with kept.copying(tmp_path):
             durable.write_file(tmp_path / "a", [content[:7], memoryview(content)[7:]], len(content))
-        (digest,) = kept.write().values()
+        (record,) = kept.write().values()
         assert (tmp_path / "a").read_bytes() == content
-        assert digest[0] == len(content)
+        assert record.bytes == len(content)
         (tmp_path / "a").unlink()
     assert allocated == [300]
     monkeypatch.setattr(staging, "available_bytes", lambda: 1000)

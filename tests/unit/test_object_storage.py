@@ -20,11 +20,12 @@ from distributed.backends.world import OneProcess
 from distributed.checkpoints import manifest, mirror
 from distributed.checkpoints import objects as storage
 from distributed.checkpoints.agreement import described, rebuilt
-from distributed.checkpoints.manifest import list_checkpoints, verify
+from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.mirror import UPLOAD_FAILED, fetch_newest, stored_checkpoints
 from distributed.checkpoints.objects import TRIES, Objects, StorageError
 from distributed.checkpoints.store import CheckpointStore
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
+from distributed.checkpoints.verifying import verify
 from distributed.cli.checkpoint import app
 from distributed.config import addresses
 from distributed.config.addresses import address_in, check_library, is_address, refuse_address
@@ -421,7 +422,7 @@ class Machine:
         """Return the weights of the newest checkpoint."""
         path = self.store.find()
         assert path is not None
-        self.store.load(path)
+        self.store.resume(path)
         return self.backend.loaded
 
     @property
@@ -644,7 +645,7 @@ def test_a_run_starts_from_a_checkpoint_at_an_address(quick, tmp_path):
     Machine(tmp_path / "a").save(3, b"of step 3")
     fresh = Machine(tmp_path / "b")
     path = fresh.store.open(ADDRESS)
-    assert fresh.store.load(path).step == 3
+    assert fresh.store.resume(path)[1].step == 3
     assert fresh.backend.loaded == b"of step 3"
     assert not path.exists() and fresh.steps == []
     assert fetch_newest(f"{ADDRESS}/step-00000003", tmp_path / "c").name == "step-00000003"

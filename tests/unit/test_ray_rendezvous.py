@@ -445,7 +445,7 @@ def test_the_end_is_said_even_if_a_stream_broke():
     for kind in STREAMS:
         theirs[kind].close()
     poll(lambda: select.select([launcher.sockets["stdout"]], [], [], 0.0)[0], 10, lambda: "the reset did not arrive")
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="not connected"):
         launcher.sockets["stdout"].shutdown(socket.SHUT_WR)
     _report_end(launcher, 0, (1, 3))
     assert b'"status": 0' in theirs["commands"].recv(4096)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from distributed.backends._torch import generators, optimizer_state, tensor_io, tensors
-from distributed.checkpoints import tensor_file
+from distributed.checkpoints import digests, tensor_file
 from distributed.errors import CheckpointError, TrainingError
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def _one_thread() -> Iterator[None]:
 def are_large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Run each test with tensors that are copied from mapped memory, and with tensors that are read from the file, as large ones are."""
     if request.param:
-        monkeypatch.setattr(tensor_file, "_LARGE_BYTES", 1)
+        monkeypatch.setattr(digests, "LARGE_BYTES", 1)
     return bool(request.param)
 
 

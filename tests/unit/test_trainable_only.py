@@ -15,8 +15,9 @@ import distributed
 from distributed import Callback, CheckpointError, ConfigError, Trainer, TrainingError
 from distributed.backends._torch.frozen import FrozenPart, stored_record
 from distributed.callbacks import ExponentialMovingAverage, Freeze
-from distributed.checkpoints.manifest import list_checkpoints, manifest_of, verify
+from distributed.checkpoints.manifest import list_checkpoints, manifest_of
 from distributed.checkpoints.state_file import read_state
+from distributed.checkpoints.verifying import verify
 from distributed.cli.checkpoint import list_, verify_
 from distributed.cli.export import export
 from distributed.training.files import _Taken

@@ -104,11 +104,12 @@ def load_optimizer(
         like = parameter if tensor.shape == parameter.shape else None
         target = None if slot == "step" or like is None else _target(own, parameter, dtype)
         reader = None if target is None else sharding.reader(tensor, target)
-        if reader is not None:
-            readers.append(reader)
+        if target is None:
+            target = _placed(sharding.read(tensor, like), parameter, group, slot, dtype)
+        elif reader is None:
+            sharding.copy(tensor, target)
         else:
-            value = sharding.read(tensor, like)
-            target = _placed(value, parameter, group, slot, dtype) if target is None else target.copy_(value)
+            readers.append(reader)
         optimizer.state[parameter][slot] = target
     try:
         run_in_threads(readers)

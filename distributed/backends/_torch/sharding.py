@@ -124,6 +124,12 @@ def reader(stored: StoredTensor, tensor: torch.Tensor) -> Callable[[], None] | N
     return None if read_into is None else functools.partial(read_into, raw_bytes(part))
 
 
+def copy(stored: StoredTensor, tensor: torch.Tensor) -> None:
+    """Fill this rank's part of `tensor` with a stored tensor of the same shape, in the element type of `tensor`."""
+    part = box(tensor)
+    local(tensor).detach().copy_(tensor_of(stored.dtype, part[1], stored.read(part)))
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole tensor. A collective if `tensor` is sharded."""
     sharded = _dtensor(tensor)

@@ -141,15 +141,17 @@ def _copy(model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mappi
     bare = unwrap(model)
     keys = {plain_name(key): key for key in bare.state_dict(keep_vars=True)}
     plain = _filled_by_a_copy(bare)
-    readers = {
-        name: sharding.reader(tensor, own[name]) if id(own[name]) in plain else None for name, tensor in stored.items()
-    }
-    run_in_threads([reader for reader in readers.values() if reader is not None])
-    values = {
-        keys[name]: sharding.read(tensor, own[name]) if readers[name] is None else own[name]
-        for name, tensor in stored.items()
-    }
-    bare.load_state_dict(values, strict=False)  # the caller has compared the names
+    readers, others = [], {}
+    for name, tensor in stored.items():
+        if id(own[name]) not in plain:
+            others[keys[name]] = sharding.read(tensor, own[name])
+        elif (reader := sharding.reader(tensor, own[name])) is not None:
+            readers.append(reader)
+        else:
+            sharding.copy(tensor, own[name])
+    run_in_threads(readers)
+    if others:
+        bare.load_state_dict(others, strict=False)  # the caller has compared the names
 
 
 def _filled_by_a_copy(model: torch.nn.Module) -> set[int]:
@@ -165,7 +167,8 @@ def _filled_by_a_copy(model: torch.nn.Module) -> set[int]:
 
 
 def _loads_as_torch_does(module: torch.nn.Module) -> bool:
-    functions = (module._load_from_state_dict, *module._load_state_dict_pre_hooks.values())
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+    functions = (module._load_from_state_dict, *(hook for each in hooks for hook in each.values()))
     return all(str(getattr(each, "__module__", "")).startswith("torch.") for each in functions)
 
 

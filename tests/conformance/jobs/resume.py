@@ -27,9 +27,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from distributed import Callback, Logger, Trainer
 from distributed.callbacks import DeviceStats, GradientHistogram
-from distributed.checkpoints import tensor_file
+from distributed.checkpoints import digests
 
-tensor_file._LARGE_BYTES = 1  # a resume reads large tensors straight from the file, here all of them
+digests.LARGE_BYTES = (
+    1  # each tensor is a part of its file, which a resume verifies while it reads it, as it does large ones
+)
 SAMPLES, FEATURES, CLASSES = 103, 12, 5
 OUT, NUM_WORKERS, FAULTS = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
 DTYPE = torch.float64 if "--float64" in sys.argv else torch.float32

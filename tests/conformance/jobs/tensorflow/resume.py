@@ -15,7 +15,9 @@ import keras
 import numpy
 
 from distributed import Callback, TensorFlowDistributedTrainer
+from distributed.checkpoints import digests
 
+digests.LARGE_BYTES = 1  # each tensor is a part of its file with a digest, as large ones are
 SAMPLES, FEATURES, CLASSES = 103, 12, 5
 OUT, FAULTS = Path(sys.argv[1]), json.loads(sys.argv[3])
 SLOW = float(os.environ.get("SLOW", 0))  # seconds of each sample, so that a signal arrives before the end
