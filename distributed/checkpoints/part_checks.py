@@ -40,9 +40,9 @@ class PartChecks:
             _active.reset(token)
 
     def part(self, file: Path, begin: int, size: int) -> FilePart | None:
-        """Return the part that consists of these bytes, or None if there is none."""
+        """Return the part that consists of these bytes, or None if there is none or it has been read already."""
         part = self._parts.get((file, begin))
-        return part if part is not None and part.size == size else None
+        return part if part is not None and part.size == size and part not in self._read else None
 
     def note(self, part: FilePart, digest: str) -> None:
         """Record that `part` has been read, and the digest of what was read."""

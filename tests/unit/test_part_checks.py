@@ -13,9 +13,11 @@ import pytest
 from distributed.checkpoints import digests, durable, manifest
 from distributed.checkpoints.digests import FileDigests, FileRecord, file_digest
 from distributed.checkpoints.manifest import read_manifest
+from distributed.checkpoints.part_checks import PartChecks
+from distributed.checkpoints.shards import Box, read_tensors, sharding_metadata
 from distributed.checkpoints.staging import Staging
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
-from distributed.checkpoints.verifying import verify
+from distributed.checkpoints.verifying import large_parts, verify
 from distributed.errors import CheckpointError, DamagedError
 from distributed.state import TrainState
 from tests.unit.test_checkpoint import BytesBackend, Rig, _on_ranks, _reseal, rig
@@ -243,3 +245,30 @@ def test_verify_reads_large_parts_too(tmp_path: Path) -> None:
     flipped(path / "model" / "model.safetensors", LARGE)
     with pytest.raises(DamagedError, match=r"model\.safetensors does not have the content that was saved"):
         verify(path)
+
+
+def test_a_piece_that_is_used_as_a_whole_is_checked_when_it_is_read_from_mapped_memory(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    records = {}
+    for number, value in enumerate((b"a", b"b")):
+        file = tmp_path / "model" / f"model-{number}.safetensors"
+        tensors = [RawTensor("weight", "U8", (LARGE,), lambda value=value: value * LARGE)]
+        with durable.records_of_written() as written:
+            write_tensors(file, tensors, sharding_metadata({"weight": [number * LARGE]}))
+        records[f"model/model-{number}.safetensors"] = written[file]
+
+    def left_after(box: Box | None) -> tuple[int, int]:
+        """Return the numbers of pieces that were not checked, and in which damage was found."""
+        checks = PartChecks()
+        with checks.of(large_parts(tmp_path, records)):
+            tensors, _ = read_tensors(tmp_path / "model")
+            tensors["weight"].read(box)
+        return len(checks.unread), len(checks.damaged)
+
+    assert left_after(None) == (0, 0)
+    assert left_after(((0,), (LARGE,))) == (1, 0)
+    assert left_after(((5,), (LARGE,))) == (2, 0), "a piece that is used in part is not read in full"
+    assert left_after(((5,), (2 * LARGE - 5,))) == (1, 0)
+    flipped(tmp_path / "model" / "model-1.safetensors", LARGE)
+    assert left_after(None) == (0, 1)
+    assert left_after(((LARGE,), (LARGE,))) == (1, 1)
