@@ -216,6 +216,16 @@ def test_a_damaged_checkpoint_is_set_aside_and_only_damaged_ones_end_the_run(
 
 
 @pytest.mark.full
+def test_a_checkpoint_of_another_model_is_named(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert run_cli(arguments(run, "none", "--max-steps", "4")).returncode == 0
+    done = run_cli(arguments(run, "other-model", "--resume"))
+    assert done.returncode == 2, done.output
+    shapes = "other shapes: layer.weight is [3, 6] in the checkpoint, [4, 6] here"
+    check(run, Fault("", 2, ("failed", "is of another model:", shapes)), done)
+
+
+@pytest.mark.full
 def test_a_small_disk_that_is_full_is_named(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
     """The run directory is on a file system of 200 KB, which is full after some checkpoints."""
     if os.geteuid() or shutil.which("mount") is None:
