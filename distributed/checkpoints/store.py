@@ -238,8 +238,7 @@ class CheckpointStore:
                 when_over()
             return None
         with self._staging.copying(stage):
-            extra = self._agreement.on_all(lambda: self.backend.save(stage))
-            self._agreement.on_main(lambda: write_state(stage, state, extra))
+            extra = self._agreement.on_all(lambda: self._copy(stage, state))
         if self._name is None:  # random, because other stores of this process may use the same keys
             self._name = str(self._agreement.world.broadcast(secrets.token_hex(4)))
         self._num_begun += 1
@@ -249,6 +248,13 @@ class CheckpointStore:
             write=lambda: _below(stage, self._staging.write()),
             commit=lambda records: self._commit(target, manifest, which, records), when_over=when_over,
         )  # fmt: skip
+
+    def _copy(self, stage: Path, state: TrainState) -> dict[str, Any]:
+        """Copy this rank's part of the state. Return what `Backend.save` returns."""
+        extra = self.backend.save(stage)
+        if self.context.is_main_process:
+            write_state(stage, state, extra)
+        return extra
 
     @functools.cached_property
     def _staging(self) -> Staging:

@@ -559,7 +559,7 @@ def test_a_store_gives_back_what_the_loop_saved(tmp_path):
         context=context,
         on_event=print,
     )
-    state = again.load(again.find())
+    _, state = again.resume(again.find())
     assert dataclasses.asdict(state) == dataclasses.asdict(run.state) and other.backend.weight == run.backend.weight
 
 
