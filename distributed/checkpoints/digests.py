@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ LARGE_BYTES = 1 << 20
 # Bytes per system call, so that a signal handler does not wait until gigabytes are written or read, and so that the bytes are still
 # in the processor's cache when their digest is computed.
 BLOCK_BYTES = 256 << 10
+# The most parts of all files of a checkpoint. With more, the manifest would be too large, and a load verifies whole files first.
+MAX_PARTS = 50_000
 _RECORD = {"bytes": COUNT, "xxh3_128": TEXT, "parts": OBJECT}
 _PARTS = {"bytes": list_of(COUNT), "xxh3_128": list_of(TEXT)}
 
@@ -51,7 +54,9 @@ class FileRecord:
         parts = content.get("parts", {"bytes": [], "xxh3_128": []})
         check_kinds(parts, _PARTS)
         sizes, digests = parts["bytes"], parts["xxh3_128"]
-        if len(sizes) != len(digests) or (sizes and sum(sizes) != content["bytes"]):
+        if len(sizes) > MAX_PARTS:
+            raise ValueError(f"has {len(sizes)} parts, {MAX_PARTS} are allowed")
+        if len(sizes) != len(digests) or (sizes and (sum(sizes) != content["bytes"] or 0 in sizes)):
             raise ValueError("has parts that are not those of a file of its size")
         return cls(content["bytes"], content["xxh3_128"], tuple(zip(sizes, digests, strict=True)))
 
@@ -79,9 +84,14 @@ class FileDigests:
 
     def record(self) -> FileRecord:
         """Return the record of the file, after all of its parts have ended."""
-        is_large = len(self._parts) > 1 and any(size >= LARGE_BYTES for size, _ in self._parts)
+        is_large = 1 < len(self._parts) <= MAX_PARTS and any(size >= LARGE_BYTES for size, _ in self._parts)
         size = sum(size for size, _ in self._parts)
         return FileRecord(size, self._file.hexdigest(), tuple(self._parts) if is_large else ())
+
+
+def num_parts(records: Iterable[FileRecord]) -> int:
+    """Return the number of the parts of all files."""
+    return sum(len(record.parts) for record in records)
 
 
 def file_digest(path: Path, stop: threading.Event | None = None) -> str:

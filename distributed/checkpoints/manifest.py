@@ -14,7 +14,8 @@ from typing import Any
 
 import xxhash
 
-from distributed.checkpoints.digests import FileRecord
+from distributed.checkpoints import digests
+from distributed.checkpoints.digests import FileRecord, num_parts
 from distributed.config.addresses import check_library, is_address
 from distributed.config.kinds import COUNT, NUMBER, OBJECT, TEXT, check_kinds, object_of, optional
 from distributed.config.reading import MAX_DEPTH, MAX_MANIFEST_BYTES, LimitError, parse_json, read_bytes
@@ -23,7 +24,6 @@ from distributed.errors import CheckpointError, DamagedError
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 _LONGEST_NAME = 1000
-_MAX_PARTS = 50_000  # with more the manifest would be too large: a load then verifies whole files before it reads them
 _NAME = re.compile(r"step-(\d{8,})")
 _SEAL = b',\n "xxh3_128": "'
 
@@ -69,8 +69,8 @@ class Manifest:
 
         Its last line is a digest of all bytes before it, which protects the manifest itself.
         """
-        num_parts = sum(len(record.parts) for record in self.files.values())
-        files = {name: record.to_json(with_parts=num_parts <= _MAX_PARTS) for name, record in self.files.items()}
+        with_parts = num_parts(self.files.values()) <= digests.MAX_PARTS
+        files = {name: record.to_json(with_parts=with_parts) for name, record in self.files.items()}
         content = {"format": FORMAT, **dataclasses.asdict(dataclasses.replace(self, files={})), "files": files}
         if self.frozen is None:
             del content["frozen"]
@@ -302,6 +302,8 @@ def _manifest(path: Path | str, content: dict[str, Any]) -> Manifest:
                 records[name] = FileRecord.from_json(record)
             except ValueError as error:
                 raise ValueError(f"has a wrong entry for {name!r}: {error}") from None
+        if (count := num_parts(records.values())) > digests.MAX_PARTS:
+            raise ValueError(f"has {count} parts of files, {digests.MAX_PARTS} are allowed")
         return Manifest(
             **{name: content[name] for name in _KINDS if name not in _FROM_ELSEWHERE},
             files=records,

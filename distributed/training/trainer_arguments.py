@@ -32,6 +32,12 @@ def check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: A
             raise ConfigError(
                 f"{name}={value!r} is a {type(value).__name__}: pass a name, an object or a factory, {name}={example}"
             )
+        if callable(value) and (found := _does_not_take(value, 1)):
+            called, given = getattr(value, "__name__", name), "optimizer" if name == "scheduler" else "params"
+            raise ConfigError(
+                f"{name}={called} is called with one argument, {called}({given}), and it takes {found}: pass a function of one"
+                f" argument, {name}=lambda {given}: ..."
+            )
     for name, value in {"loss_fn": loss_fn, "training_step": training_step}.items():
         if value is not None and not callable(value) and not (name == "loss_fn" and isinstance(value, str)):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")

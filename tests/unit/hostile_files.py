@@ -186,6 +186,7 @@ def _journal(path: Path) -> None:
 DEEP = "[" * 1200 + "]" * 1200
 GROUPS = "[" + "[]," * 2_000_000 + "[]]"
 TENSORS = ",".join(f'"{i:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(400_000))
+MANY_BYTES, MANY_DIGESTS = ",".join(["1"] * 1_000_000), ",".join(['""'] * 1_000_000)
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{after}: &{after} [{', '.join(f'*{before}' for _ in range(9))}]\n"
     for before, after in zip("abcdefgh", "bcdefghi", strict=True)
@@ -217,6 +218,10 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest: versions of lists": (_in_manifest('"python": "3"', '"python": []'), "manifest.json has versions="),
     "manifest: files as a list": (_in_manifest('"files": {', '"files": [], "more": {'), "manifest.json has files=[]"),
     "manifest: no epoch": (_in_manifest('"epoch": 1', '"other": 1'), "manifest.json lacks epoch"),
+    "manifest: a million parts": (
+        _in_manifest('"bytes": 136', f'"parts": {{"bytes": [{MANY_BYTES}], "xxh3_128": [{MANY_DIGESTS}]}}, "bytes": 136'),
+        "has 1000000 parts, 50000 are allowed",
+    ),
     "directories in each other": (_deep_directories, "more than 100 directories deep"),
     "state: 1e999": (_in_state('"step": 4', '"step": 1e999'), "state.json has the number 1e999"),
     "state: 400 digits": (_in_state('"train_time_s": 1.5', '"train_time_s": ' + "1" * 400), "state.json has a number of 400 digits"),

@@ -519,6 +519,11 @@ BAD = [
     (pandas.Series([1.0, 2.0]), {}, "a Series is not a data set"),
     (iter(DataLoader(Numbers(4))), {}, "an iterator of a DataLoader yields whole batches: give the DataLoader itself"),
     ((torch.ones(3), torch.ones(3)), {}, "a tuple of arrays is not a data set"),
+    (
+        [DataLoader(TensorDataset(torch.ones(3)))] * 2,
+        {},
+        "a list of data sets is not a data set: join them with torch.utils.data.Conc",
+    ),
     ([], {}, "the data set is empty"),
     (DataLoader(Numbers(4), batch_size=None), {}, r"DataLoader\(batch_size=None\) .* set batch_size in the loader"),
     (DataLoader(Numbers(4), sampler=Endless()), {}, "Endless yields more than 1000000 items"),

@@ -6,6 +6,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
 from distributed import Callback, ConfigError, FSDPTrainer, Trainer
 from distributed.training.remote import _pickled
@@ -56,6 +57,14 @@ class LightningModule:
         (
             {"scheduler": 3},
             "scheduler=3 is a int: pass a name, an object or a factory, scheduler=lambda optimizer",
+        ),
+        (
+            {"scheduler": torch.optim.lr_scheduler.StepLR},
+            r"scheduler=StepLR is called with one argument, StepLR\(optimizer\), and it takes \(optimizer, step_size, gamma",
+        ),
+        (
+            {"optimizer": lambda: None},
+            r"optimizer=<lambda> is called with one argument, .*, and it takes \(\): pass a function",
         ),
         ({"loss_fn": 3}, "loss_fn=3 is a int: pass a function"),
         ({"training_step": 3}, "training_step=3 is a int: pass a function"),
