@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -235,6 +236,16 @@ class Backend(abc.ABC, Generic[OptionsT]):
 
         A collective. Raises CheckpointError if the checkpoint does not fit the model.
         """
+
+    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Begin what `load` does, and return a function that does the rest.
+
+        The large tensors of the checkpoint are verified while this method reads them, and all others before the function is called. If
+        the checkpoint is damaged, this method is called again with an older one, so it may change no more than the values of tensors
+        that any load replaces. An engine that does not override it loads after everything was verified. A collective. Raises the errors
+        of `load`.
+        """
+        return functools.partial(self.load, directory, state)
 
     @abc.abstractmethod
     def train_step(self, update_batch: UpdateBatch) -> StepResult:

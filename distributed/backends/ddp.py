@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -110,8 +110,16 @@ class DDPBackend(TorchBackend[DDPOptions]):
             extra["comm_hook"] = {"name": self.options.comm_hook, **memory}
         return extra
 
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        super().load(directory, state)
+    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        finish = super().begin_load(directory, state)
+
+        def restore() -> None:
+            finish()
+            self._load_hook(directory, state)
+
+        return restore
+
+    def _load_hook(self, directory: Path, state: Mapping[str, Any]) -> None:
         hook = self.wrapper.hook
         if hook is None or not hook.has_memory:
             return

@@ -387,10 +387,18 @@ class TorchBackend(Backend[OptionsT]):
         return checkpoint.save(self, directory)
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+        self.begin_load(directory, state)()
+
+    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
         from distributed.backends._torch import checkpoint
 
-        if not checkpoint.load(self, directory, state, self._notice):
-            self._seed_generators()
+        finish = checkpoint.begin_load(self, directory, state, self._notice)
+
+        def restore() -> None:
+            if not finish():
+                self._seed_generators()
+
+        return restore
 
     def export(self, path: Path) -> None:
         self.kind.export(path)

@@ -128,16 +128,16 @@ class CheckpointDirectory:
             )
         return None
 
-    def set_aside(self, path: Path, reason: str) -> None:
-        """Rename a damaged checkpoint, and warn."""
+    def set_aside(self, path: Path, reason: str) -> str:
+        """Rename a damaged checkpoint, and warn. Return "", or why it could not be renamed."""
         aside = _free_name(path.with_name(_DAMAGED + path.name))
         try:
             path.rename(aside)
-            where = f"set aside as {aside.name}"
         except OSError as error:
-            where = f"left where it is ({error.strerror})"
+            return str(error.strerror or error)
         step = int(path.name.removeprefix("step-"))
-        self._warn(f"{reason}; step {step} is {where}, an older checkpoint is used if there is one")
+        self._warn(f"{reason}; step {step} is set aside as {aside.name}, an older checkpoint is used if there is one")
+        return ""
 
     def bytes_needed(self, target: Path) -> int:
         """Return the bytes that a save needs: the size of the newest checkpoint or of the failed save, whichever is

@@ -300,6 +300,8 @@ def _manifest(path: Path | str, content: dict[str, Any]) -> Manifest:
             _check_name(path, name)
             try:
                 records[name] = FileRecord.from_json(record)
+            except KeyError as error:
+                raise ValueError(f"has a wrong entry for {name!r}: lacks {error.args[0]}") from None
             except ValueError as error:
                 raise ValueError(f"has a wrong entry for {name!r}: {error}") from None
         if (count := num_parts(records.values())) > digests.MAX_PARTS:

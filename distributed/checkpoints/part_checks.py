@@ -56,7 +56,8 @@ class PartChecks:
     @property
     def unread(self) -> list[FilePart]:
         """The parts that have not been read."""
-        return [part for part in self._parts.values() if part not in self._read | self._damaged]
+        done = self._read | self._damaged
+        return [part for part in self._parts.values() if part not in done]
 
 
 def active_checks() -> PartChecks | None:

@@ -13,7 +13,7 @@ import math
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -73,8 +73,11 @@ class Stored(Protocol):
         """Write tensors into the staged checkpoint `directory`. Return the rest of the state, JSON-able. Only rank 0's
         is stored. An entry `frozen` maps each parameter that is left out to its `bytes` and its `xxh3_128`, among others."""
 
-    def load(self, directory: Path, state: Mapping[str, Any], /) -> None:
-        """Load what `save` wrote into `directory`. `state` is what `save` returned on rank 0."""
+    def begin_load(self, directory: Path, state: Mapping[str, Any], /) -> Callable[[], None]:
+        """Begin to load what `save` wrote into `directory`, and return a function that does the rest.
+
+        `state` is what `save` returned on rank 0. See `Backend.begin_load`.
+        """
 
 
 class CheckpointStore:
@@ -285,9 +288,10 @@ class CheckpointStore:
 
         Each rank reads a part of the files. `resume` verifies large tensors later, while it loads them, unless `in_full`. Damaged
         checkpoints that are newer are set aside as `damaged-step-...`, each with one warning. Remains of a killed save are removed, so
-        no other run may be writing to this directory. Raises CheckpointError if only damaged checkpoints are left, ResourceError if
-        object storage, which may have a newer one, does not answer.
+        no other run may be writing to this directory. Raises CheckpointError if only damaged checkpoints are left or a damaged one
+        cannot be renamed, ResourceError if object storage, which may have a newer one, does not answer.
         """
+        self._found = None
         while (name := self._agreement.on_main(self._newest)) is not None:
             path = self.directory / name
             try:
@@ -296,13 +300,21 @@ class CheckpointStore:
             except CheckpointError as error:
                 problem = str(error)
             self._set_aside(path, problem)
-        if self._mirror is not None:
-            self._mirror.notify()  # an earlier attempt may have ended before its uploads
-        self._found = None if name is None else self.directory / name
-        return self._found
+        if in_full or name is None:
+            self._upload_rest()
+        elif name is not None:
+            self._found = self.directory / name
+        return None if name is None else self.directory / name
 
     def _set_aside(self, path: Path, problem: str) -> None:
-        self._agreement.on_main(lambda: self._files.set_aside(path, problem))
+        """Rename a damaged checkpoint. A collective. Raises CheckpointError, on every rank, if that is not possible."""
+        if why := self._agreement.on_main(lambda: self._files.set_aside(path, problem)):
+            raise CheckpointError(f"{problem}; it cannot be renamed ({why}): remove it")
+
+    def _upload_rest(self) -> None:
+        """Upload what an earlier attempt has not uploaded before it ended. Call it when the newest checkpoint is verified."""
+        if self._mirror is not None:
+            self._mirror.notify()
 
     def stored_elsewhere(self) -> bool:
         """Return whether object storage has checkpoints, damaged ones included. No collective; to be called on the main process."""
@@ -336,40 +348,40 @@ class CheckpointStore:
     def open(self, path: Path | str) -> Path:
         """Verify the checkpoint that `path` means and return its path on every rank. Every rank must call it.
 
-        `resume` verifies large tensors later, while it loads them. If `path` is a run directory, its newest checkpoint is meant. If
-        `path` is an address, the main process downloads the checkpoint, and `resume` removes the copy after loading. Raises
-        CheckpointError if the checkpoint is missing or damaged. No other checkpoint is used instead.
+        If `path` is a run directory, its newest checkpoint is meant. If `path` is an address, the main process downloads the
+        checkpoint, and `resume` removes the copy after loading. Raises CheckpointError if the checkpoint is missing or damaged. No
+        other checkpoint is used instead.
         """
         opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
         try:
-            self._verify(opened, in_full=False)
+            self._verify(opened, in_full=True)
         except CheckpointError as error:
-            raise self._with_hint(error, opened) from None
+            hint = self._agreement.on_main(lambda: beside(opened))
+            raise CheckpointError(f"{error}; {hint}") from None
         return opened
 
     def resume(self, path: Path) -> tuple[Path, TrainState]:
         """Load the checkpoint `path`, from `find` or `open`, into the backend. Return the checkpoint and the training state.
 
-        If `path` is from `find` and a large tensor is damaged, the checkpoint is set aside, and the one before it is loaded. Every rank
-        must call it. Raises CheckpointError, on every rank, if the checkpoint belongs to another model or cannot be read.
+        If `find` has left large tensors to be verified and one of them is damaged, the checkpoint is set aside, and the one before it is
+        loaded. Every rank must call it. Raises CheckpointError, on every rank, if the checkpoint belongs to another model or cannot be
+        read, or as `find` does.
         """
         while True:
             try:
                 state = self._load(path)
                 break
             except DamagedError as error:
-                damage = error
-            if path != self._found:
-                raise self._with_hint(damage, path)
-            self._set_aside(path, str(damage))
-            path = self.find() or path
+                damage = str(error)
+            self._set_aside(path, damage)
+            found = self.find()
+            assert found is not None, "`find` raises an error if only damaged checkpoints are left"
+            path = found
+        if path == self._found:
+            self._upload_rest()
         if self.context.is_main_process and path.parent == (self.directory / _OPENED).absolute():
             shutil.rmtree(path.parent, ignore_errors=True)
         return path, state
-
-    def _with_hint(self, error: CheckpointError, path: Path) -> CheckpointError:
-        """Return the error of a damaged checkpoint with what is beside it. A collective."""
-        return CheckpointError(f"{error}; {self._agreement.on_main(lambda: beside(path))}")
 
     def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:
         """Save on all ranks. An OSError or a TrainingError of one rank is raised on all ranks."""
@@ -413,23 +425,47 @@ class CheckpointStore:
         )
 
     def _load(self, path: Path) -> TrainState:
-        """Load a checkpoint, and verify its large parts. A collective. Raises DamagedError, on every rank, if one is damaged."""
-        readers, checks = self._readers(path), PartChecks()
+        """Load a checkpoint. A collective.
+
+        Raises DamagedError, on every rank, if large tensors were not verified before and one of them is damaged.
+        """
+        is_verified, readers, checks = path != self._found, self._readers(path), PartChecks()
         with self._copies.here(path) as here:
 
             def verify_rest() -> None:
                 verify_unread(here, checks, self._own_files(here, readers))
 
-            def load() -> TrainState:
-                state = self._load_state(here, checks)
+            def begin() -> tuple[TrainState, Callable[[], None]]:
+                state, extra = read_state(here)
+                files = {} if is_verified else read_manifest(here).files
+                with checks.of(large_parts(here, files)), _of_another_run(here):
+                    finish = self.backend.begin_load(here, extra)
                 verify_rest()
-                return state
+                return state, finish
+
+            def finish_load() -> None:
+                with _of_another_run(here):
+                    finish()
 
             try:
-                return self._agreement.on_all(load)
-            except (OSError, DistributedError):
-                self._agreement.on_all(verify_rest)  # damage may be the cause
+                state, finish = self._agreement.on_all(begin)
+            except (OSError, CheckpointError) as error:
+                if not is_verified:
+                    self._raise_damage(verify_rest)
+                if isinstance(error, DamagedError):  # on this rank alone: what it could not read can be read now
+                    raise CheckpointError(str(error)) from None
                 raise
+            self._agreement.on_all(finish_load)
+            if self.context.is_main_process:
+                self._current = (path, identity(state, read_manifest(here).monitor_value))
+        return state
+
+    def _raise_damage(self, verify_rest: Callable[[], None]) -> None:
+        """Raise DamagedError on every rank if damage is the cause of an error of a load. A collective."""
+        try:
+            self._agreement.on_all(verify_rest)
+        except (OSError, CheckpointError) as error:
+            raise DamagedError(str(error)) from None
 
     def _warn(self, text: str) -> None:
         self.on_event({"kind": "warning", "text": text})
@@ -558,19 +594,16 @@ class CheckpointStore:
                 f"{'free disk space' if is_full else 'see that its directory can be written'}, and run again with --resume"
             )
 
-    def _load_state(self, path: Path, checks: PartChecks) -> TrainState:
-        manifest = read_manifest(path)
-        state, extra = read_state(path)
-        try:
-            with checks.of(large_parts(path, manifest.files)):
-                self.backend.load(path, extra)
-        except (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
-            raise CheckpointError(
-                f"checkpoint {path}: its state does not fit this run ({type(error).__name__}: {error})"
-            ) from error
-        if self.context.is_main_process:
-            self._current = (path, identity(state, manifest.monitor_value))
-        return state
+
+@contextlib.contextmanager
+def _of_another_run(path: Path) -> Iterator[None]:
+    """Raise CheckpointError for an error of the block that a state of another run causes."""
+    try:
+        yield
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {path}: its state does not fit this run ({type(error).__name__}: {error})"
+        ) from error
 
 
 def _below(stage: Path, written: Written) -> dict[str, FileRecord]:

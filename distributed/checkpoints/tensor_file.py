@@ -48,8 +48,6 @@ class RawTensor:
     # Copies the bytes into memory of `num_bytes` bytes, if that costs less than to copy what `read` returns. A copy from a device may
     # still be running when it returns: the caller waits for it.
     copy_to: Callable[[memoryview], None] | None = None
-    # Compares what `read` returns with its digest, if a load is to do this (see `part_checks`). `copy_to` does it itself.
-    check: Callable[[], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -170,11 +168,6 @@ class _Source:
         """Return bytes of the mapped memory."""
         return self.mapped[begin:end]
 
-    def check(self, begin: int, end: int) -> None:
-        """Note the digest of bytes of the mapped memory, if they are a part that is verified while it is read."""
-        if self.checks is not None and (part := self.checks.part(self.path, begin, end - begin)) is not None:
-            self.checks.note(part, xxhash.xxh3_128_hexdigest(self.part(begin, end)))
-
     def read_into(self, begin: int, memory: memoryview) -> None:
         """Fill `memory` with the bytes from the position `begin` on: from the file, or from the mapped memory if the file at the path
         is another one by now."""
@@ -213,11 +206,9 @@ def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawT
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{source.path}: {name} has the element type {dtype}, which this version does not know")
     begin, end = (source.start + offset for offset in entry["data_offsets"])
-    copy_to = check = None
-    if end - begin >= digests.LARGE_BYTES:  # a copy of mapped memory takes longer than reading the file
-        copy_to = functools.partial(source.read_into, begin)
-        check = functools.partial(source.check, begin, end) if source.checks is not None else None
-    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to, check)
+    # reading a large tensor from the file takes less time than a copy of its mapped memory
+    copy_to = functools.partial(source.read_into, begin) if end - begin >= digests.LARGE_BYTES else None
+    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to)
 
 
 def _validate(path: Path) -> None:

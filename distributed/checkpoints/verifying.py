@@ -61,13 +61,13 @@ def verify_unread(path: Path, checks: PartChecks, names: Iterable[str]) -> None:
     """
     if bad := checks.damaged:
         raise _differs(path, str(bad[0].file.relative_to(path)))
-    unread, stop = checks.unread, threading.Event()
-    tasks = [
-        functools.partial(_verify_parts, path, name, [part for part in unread if part.file == path / name], stop)
-        for name in names
-        if unread
-    ]
-    run_in_threads(tasks, stop)
+    unread: dict[Path, list[FilePart]] = {}
+    for part in checks.unread:
+        unread.setdefault(part.file, []).append(part)
+    stop = threading.Event()
+    run_in_threads(
+        [functools.partial(_verify_parts, path, name, unread.get(path / name, []), stop) for name in names], stop
+    )
 
 
 def part_to_verify(

@@ -188,7 +188,7 @@ class FitSession:
         callbacks = self._callbacks(merged)
         store = self.files.open_store(merged, run)
         snapshots = open_snapshots(backend, run.path, self.context, self._reporter, self.files.on_main)
-        found = self._find(merged, store, run)
+        found = self._find(merged, store, run, in_full=snapshots is not None)
         if snapshots is not None and self._state is None and self.setup.restart_count:
             found = snapshots.newer_than(found)
         notices = [
@@ -397,14 +397,14 @@ class FitSession:
         self._prepared_for, self._curve = "fit", job.scheduler
         return [*notices, *self.backend.prepare(job, batch)]
 
-    def _find(self, merged: MergedConfig, store: CheckpointStore, run: RunDirectory) -> Path | None:
-        """Return the checkpoint from which this fit resumes, or None. A collective."""
+    def _find(self, merged: MergedConfig, store: CheckpointStore, run: RunDirectory, *, in_full: bool) -> Path | None:
+        """Return the checkpoint from which this fit resumes, or None. With `in_full`, it is verified in full. A collective."""
         if self._state is not None:  # a further fit of this trainer
             return None
         path: Path | None = None
         source = merged.config.resume_from_checkpoint
         if self.files.wants_resume(merged):
-            path = store.find()
+            path = store.find(in_full=in_full)
             if path is None:
                 self.files.refuse_to_start_over(run, store)
         if path is None and isinstance(source, str):

@@ -7,6 +7,7 @@ from typing import Any
 
 from distributed.errors import ConfigError, nearest
 from distributed.state import Job
+from distributed.training.trainer_arguments import check_factory
 
 _EXAMPLE = "models={'g': make_g, 'd': make_d}"
 _STEP = "training_step=step, with a function step(models, batch, update) that calls update(NAME, loss)"
@@ -69,6 +70,7 @@ def _by_name(argument: str, given: Any, known: Mapping[str, Any]) -> dict[str, A
             )
         if value is not None and not isinstance(value, str) and not callable(value) and not hasattr(value, "step"):
             raise ConfigError(f"{argument}[{name!r}] is a {type(value).__name__}: pass a name, an object or a factory")
+        check_factory(f"{argument}[{name!r}]", value, "optimizer" if argument == "schedulers" else "params")
     return dict(given)
 
 

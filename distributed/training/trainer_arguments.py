@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -32,12 +33,7 @@ def check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: A
             raise ConfigError(
                 f"{name}={value!r} is a {type(value).__name__}: pass a name, an object or a factory, {name}={example}"
             )
-        if callable(value) and (found := _does_not_take(value, 1)):
-            called, given = getattr(value, "__name__", name), "optimizer" if name == "scheduler" else "params"
-            raise ConfigError(
-                f"{name}={called} is called with one argument, {called}({given}), and it takes {found}: pass a function of one"
-                f" argument, {name}=lambda {given}: ..."
-            )
+        check_factory(name, value, "optimizer" if name == "scheduler" else "params")
     for name, value in {"loss_fn": loss_fn, "training_step": training_step}.items():
         if value is not None and not callable(value) and not (name == "loss_fn" and isinstance(value, str)):
             raise ConfigError(f"{name}={value!r} is a {type(value).__name__}: pass a function")
@@ -45,6 +41,17 @@ def check_objects(optimizer: Any, scheduler: Any, loss_fn: Any, training_step: A
     if training_step is not None and (found := _does_not_take(training_step, num_arguments)):
         raise ConfigError(
             f"training_step is called as training_step{wanted}, and this one takes {found}: change its arguments"
+        )
+
+
+def check_factory(name: str, value: Any, given: str) -> None:
+    """Raise ConfigError for a class or a function that cannot be called with `given` alone. `name` is that of the argument."""
+    is_factory = isinstance(value, (type, functools.partial)) or inspect.isroutine(value)
+    if is_factory and (found := _does_not_take(value, 1)):
+        called = getattr(value, "__name__", name)
+        raise ConfigError(
+            f"{name}={called} is called with one argument, {called}({given}), and it takes {found}: pass a function of one"
+            f" argument, lambda {given}: ..."
         )
 
 

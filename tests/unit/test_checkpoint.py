@@ -61,6 +61,9 @@ class BytesBackend:
     def _write(self, path: Path, content: bytes) -> None:
         write_tensors(path, [RawTensor("weight", "U8", (len(content),), lambda: content)], {})
 
+    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        return lambda: self.load(directory, state)
+
     def load(self, directory: Path, state: Mapping[str, Any]) -> None:
         tensors, _ = read_raw(directory / "model" / "model.safetensors")
         self.loaded = (bytes(tensors[0].read()), state)

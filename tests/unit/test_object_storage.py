@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -391,8 +392,13 @@ class OneFile:
         write_tensors(directory / "model" / "model.safetensors", tensors, {})
         return {}
 
-    def load(self, directory: Path, state: Any) -> None:
-        self.loaded = bytes(read_raw(directory / "model" / "model.safetensors")[0][0].read())
+    def begin_load(self, directory: Path, state: Any) -> Callable[[], None]:
+        (tensor,), _ = read_raw(directory / "model" / "model.safetensors")
+
+        def finish() -> None:
+            self.loaded = bytes(tensor.read())
+
+        return finish
 
 
 class Machine:
@@ -428,6 +434,26 @@ class Machine:
     @property
     def steps(self) -> list[int]:
         return [info.step for info in list_checkpoints(self.store.directory)]
+
+
+def test_a_checkpoint_that_is_damaged_is_never_uploaded_nor_are_others_removed_for_it(tmp_path):
+    """The run that saved it has ended before its upload. Its large tensor is verified when it is loaded, some time after `find`."""
+    address, there = f"file://{tmp_path}/there", tmp_path / "there"
+    Machine(tmp_path, 1, address=address).save(1, b"1" * (2 << 20))
+    Machine(tmp_path, 2, address=f"file://{tmp_path}/elsewhere").save(2, b"2" * (2 << 20))
+    file = tmp_path / "checkpoints" / "step-00000002" / "model" / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[1 << 20] ^= 1
+    file.write_bytes(content)
+    again = Machine(tmp_path, 1, address=address)
+    path = again.store.find()
+    time.sleep(1.0)  # as the model is prepared now
+    assert [each.name for each in there.iterdir() if each.is_dir()] == ["step-00000001"]
+    assert path.name == "step-00000002" and again.store.resume(path)[1].step == 1
+    assert again.backend.loaded[:1] == b"1"
+    again.save(3, b"3" * (2 << 20))
+    assert sorted(each.name for each in there.iterdir() if each.is_dir()) == ["step-00000003"]
+    assert len(again.said) == 1 and "step 2 is set aside" in again.said[0]
 
 
 def stored(s3):

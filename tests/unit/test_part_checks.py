@@ -1,4 +1,4 @@
-"""Large parts of files that are verified while a load reads them. A backend of plain bytes, no framework."""
+"""Large parts of files that are verified while a load reads them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import pytest
 from distributed.checkpoints import digests, durable
 from distributed.checkpoints.digests import FileDigests, FileRecord, file_digest
 from distributed.checkpoints.manifest import read_manifest
-from distributed.checkpoints.part_checks import PartChecks
-from distributed.checkpoints.shards import Box, read_tensors, sharding_metadata
 from distributed.checkpoints.staging import Staging
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
-from distributed.checkpoints.verifying import large_parts, verify
+from distributed.checkpoints.verifying import verify
 from distributed.errors import CheckpointError, DamagedError
 from distributed.state import TrainState
+from tests.conftest import Finished
 from tests.unit.test_checkpoint import BytesBackend, Rig, _on_ranks, _reseal, rig
 
 LARGE = 3 << 20  # bytes of each of the two large tensors
@@ -29,6 +28,8 @@ class Tensors(BytesBackend):
     """A backend with two large tensors and some small ones, which a load fills from the file. `reads` says which of the large ones."""
 
     reads: tuple[str, ...] = ("first", "second")
+    begun: list[str]  # names of the checkpoints of which a load began
+    finished: list[str]  # and of those that were loaded
     after: Callable[[Mapping[str, bytes]], None] = staticmethod(lambda loaded: None)
 
     def save(self, directory: Path) -> dict[str, Any]:
@@ -42,21 +43,27 @@ class Tensors(BytesBackend):
             )  # fmt: skip
         return {}
 
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        self.loaded = {}
-        for tensor in read_raw(directory / "model" / "model.safetensors")[0]:
+    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        read: dict[str, bytes] = {}
+        tensors, _ = read_raw(directory / "model" / "model.safetensors")
+        for tensor in tensors:
             if tensor.copy_to is not None and tensor.name in self.reads:
                 memory = bytearray(tensor.num_bytes)
                 tensor.copy_to(memoryview(memory))
-                self.loaded[tensor.name] = bytes(memory)
-            else:
-                self.loaded[tensor.name] = bytes(tensor.read())
-        self.after(self.loaded)
+                read[tensor.name] = bytes(memory)
+        self.begun.append(directory.name)
+        self.after(read)
+
+        def finish() -> None:
+            self.loaded = read | {tensor.name: bytes(tensor.read()) for tensor in tensors if tensor.name not in read}
+            self.finished.append(directory.name)
+
+        return finish
 
 
 def with_tensors(one: Rig, **attributes: Any) -> Rig:
     """Let a store use the backend above."""
-    one.backend.__class__ = type("OfThisTest", (Tensors,), attributes)
+    one.backend.__class__ = type("OfThisTest", (Tensors,), {"begun": [], "finished": []} | attributes)
     return one
 
 
@@ -90,6 +97,7 @@ def test_a_flipped_bit_anywhere_is_noticed_whatever_the_load_reads_and_the_one_b
         )  # fmt: skip
         assert [(path.name, state.step) for path, state in results] == [("step-00000001", 1)] * size, at
         assert all(set(raw) == {1} for one in rigs for raw in one.backend.loaded.values())
+        assert [one.backend.finished for one in rigs] == [["step-00000001"]] * size, "damaged values were used"
         assert len(rigs[0].messages) == 1 and "model/model.safetensors" in rigs[0].messages[0]
         (tmp_path / "damaged-step-00000002").rename(tmp_path / "step-00000002")
         flipped(file, at)
@@ -131,10 +139,7 @@ def test_damage_is_the_cause_if_what_was_read_fails_on_one_rank_alone(tmp_path: 
             raise ValueError("this is no model")
 
     _on_ranks(tmp_path, 2, None, lambda: None, save_twice)
-    file = tmp_path / "step-00000002" / "model" / "model.safetensors"
-    begin = next(each.read().nbytes for each in read_raw(file)[0] if each.name == "first")
-    flipped(file, file.stat().st_size - LARGE - begin // 2)
-    flipped(file, 4096)
+    flipped(tmp_path / "step-00000002" / "model" / "model.safetensors", 4096)  # in the first large tensor
 
     def resume(one: Rig) -> tuple[Path, TrainState]:
         with_tensors(one, after=staticmethod(fail if one.backend.rank == failing else lambda loaded: None))
@@ -248,28 +253,93 @@ def test_verify_reads_large_parts_too(tmp_path: Path) -> None:
         verify(path)
 
 
-def test_a_piece_that_is_used_as_a_whole_is_checked_when_it_is_read_from_mapped_memory(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    records = {}
-    for number, value in enumerate((b"a", b"b")):
-        file = tmp_path / "model" / f"model-{number}.safetensors"
-        tensors = [RawTensor("weight", "U8", (LARGE,), lambda value=value: value * LARGE)]
-        with durable.records_of_written() as written:
-            write_tensors(file, tensors, sharding_metadata({"weight": [number * LARGE]}))
-        records[f"model/model-{number}.safetensors"] = written[file]
+def test_a_damaged_checkpoint_that_cannot_be_renamed_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_twice(rig(tmp_path))
+    flipped(tmp_path / "step-00000002" / "model" / "model.safetensors", LARGE)
 
-    def left_after(box: Box | None) -> tuple[int, int]:
-        """Return the numbers of pieces that were not checked, and in which damage was found."""
-        checks = PartChecks()
-        with checks.of(large_parts(tmp_path, records)):
-            tensors, _ = read_tensors(tmp_path / "model")
-            tensors["weight"].read(box)
-        return len(checks.unread), len(checks.damaged)
+    def refuse(path: Path, target: Path) -> None:
+        raise PermissionError(13, "Permission denied")
 
-    assert left_after(None) == (0, 0)
-    assert left_after(((0,), (LARGE,))) == (1, 0)
-    assert left_after(((5,), (LARGE,))) == (2, 0), "a piece that is used in part is not read in full"
-    assert left_after(((5,), (2 * LARGE - 5,))) == (1, 0)
-    flipped(tmp_path / "model" / "model-1.safetensors", LARGE)
-    assert left_after(None) == (0, 1)
-    assert left_after(((LARGE,), (LARGE,))) == (1, 1)
+    monkeypatch.setattr(Path, "rename", refuse)
+    for in_full in (False, True):
+        one = with_tensors(rig(tmp_path))
+        with pytest.raises(
+            CheckpointError, match=r"digest differs\); it cannot be renamed \(Permission denied\): remove it"
+        ):
+            one.store.resume(one.store.find(in_full=in_full))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_file_that_one_rank_could_not_read_once_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """All ranks raise the same kind of error, and nothing is set aside."""
+    _on_ranks(tmp_path, 2, None, lambda: None, save_twice)
+
+    def resume(one: Rig) -> str:
+        def stale(read: Mapping[str, bytes]) -> None:
+            raise DamagedError("state.json cannot be read: Stale file handle")
+
+        with_tensors(one, after=staticmethod(stale if one.backend.rank == failing else lambda read: None))
+        path = one.store.find()
+        with pytest.raises(CheckpointError) as error:
+            one.store.resume(path)
+        assert not isinstance(error.value, DamagedError)
+        return str(error.value)
+
+    _, results = _on_ranks(tmp_path, 2, None, lambda: None, resume)
+    assert all("Stale file handle" in each for each in results)
+    assert (tmp_path / "step-00000002").is_dir()
+
+
+# Trains to step STEPS. The module has a large extra state and fails with an error of its own if that is damaged.
+PACKED = """
+import sys
+import torch
+from torch.utils.data import TensorDataset
+from distributed import Callback, Trainer
+
+class Show(Callback):
+    def on_train_end(self, state):
+        print("decays", sorted({group["weight_decay"] for group in self.context.optimizer.param_groups}))
+
+class Packed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.extra = torch.nn.Linear(4, 1), torch.full((2 << 20,), 7, dtype=torch.uint8)
+    def forward(self, inputs):
+        return self.layer(inputs).squeeze(1)
+    def get_extra_state(self):
+        return self.extra
+    def set_extra_state(self, state):
+        if not bool((state == 7).all()):
+            raise RuntimeError("damaged values were given to the module")
+
+trainer = Trainer(
+    Packed(), loss_fn=torch.nn.functional.mse_loss, optimizer="adamw", batch_size=8, epochs=10, checkpoint_every_n_steps=2,
+    max_steps=int(sys.argv[1]), weight_decay=float(sys.argv[2]), backend="single", callbacks=[Show()],
+)
+assert trainer.fit(TensorDataset(torch.ones(32, 4), torch.ones(32))).steps == int(sys.argv[1])
+"""
+
+
+def test_a_module_gets_verified_values_alone_and_the_settings_of_the_resume_hold(
+    run_cli: Callable[..., Finished], tmp_path: Path
+) -> None:
+    (tmp_path / "packed.py").write_text(PACKED)
+
+    def train(steps: str, decay: str, *flags: str) -> Finished:
+        script, run = str(tmp_path / "packed.py"), str(tmp_path / "run")
+        done = run_cli(["train", "--script", script, "--run-dir", run, *flags, "--", steps, decay])
+        assert done.returncode == 0, done.output
+        return done
+
+    train("4", "0.1")
+    checkpoints = tmp_path / "run" / "checkpoints"
+    flipped(checkpoints / "step-00000004" / "model" / "model.safetensors", 1 << 20)
+    done = train("6", "0.5", "--resume")
+    assert "decays [0.0, 0.5]" in done.stdout and "resumed from step-00000002" in done.stdout, done.output
+    assert done.stdout.count("weight_decay=0.5 replaces the checkpoint's 0.1") == 1
+    assert (checkpoints / "damaged-step-00000004").is_dir()

@@ -459,6 +459,7 @@ def test_a_flag_replaces_the_optimizers_of_all_models() -> None:
         ({"models": {"g": 3}}, r"models\['g'\] is a int: pass a module"),
         ({"optimizers": {"q": sgd}}, "optimizers names 'q', but there is no such model"),
         ({"optimizers": {"g": 0.1}}, r"optimizers\['g'\] is a float: pass a name, an object or a factory"),
+        ({"optimizers": {"g": lambda: None}}, r"optimizers\['g'\]=<lambda> is called with one argument, .*takes \(\): pass"),
         ({"optimizers": {}}, "optimizers is empty"),
         ({"optimizers": [sgd]}, "optimizers is a list: pass them by the names of models"),
         ({"optimizers": {"g": sgd}, "schedulers": {"d": "cosine"}}, "schedulers names 'd', but there is no such trained model"),

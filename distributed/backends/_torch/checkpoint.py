@@ -40,19 +40,35 @@ def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
     return extra
 
 
-def load(backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]) -> bool:
-    """Restore what `save` wrote, at any world size. All ranks must call it.
+def begin_load(
+    backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]
+) -> Callable[[], bool]:
+    """Begin to restore what `save` wrote, at any world size: read large tensors into their places. All ranks must call it.
 
-    Returns whether the random generators were restored too. They are not if the world size differs.
+    Return a function that restores the rest. It returns whether the random generators were restored too. They are not if the world
+    size differs.
     """
-    update, passes = backend.update, backend.passes
     left_out = _left_out(backend, directory, state.get("frozen"))
-    backend.kind.load_model(directory, left_out)
-    backend.averaged_weights.load(directory, left_out)
-    options = named_optimizers.options_of(backend.optimizer)
-    backend.kind.load_optimizer(backend.optimizer, directory, state["optimizer"])
-    if named_optimizers.is_named(backend.optimizer):
-        named_optimizers.set_options(backend.optimizer, options, notice)
+    load_model = backend.kind.begin_load_model(directory, left_out)
+    load_optimizer = backend.kind.begin_load_optimizer(backend.optimizer, directory, state["optimizer"])
+
+    def finish() -> bool:
+        load_model()
+        backend.averaged_weights.load(directory, left_out)
+        options = named_optimizers.options_of(backend.optimizer)
+        load_optimizer()
+        if named_optimizers.is_named(backend.optimizer):
+            named_optimizers.set_options(backend.optimizer, options, notice)
+        return _load_rest(backend, directory, state, notice)
+
+    return finish
+
+
+def _load_rest(
+    backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]
+) -> bool:
+    """Restore everything but the model and the optimizer. Return whether the random generators were restored."""
+    update, passes = backend.update, backend.passes
     update.schedule.load(state, notice)
     backend.precision.load(state.get("scaler"))
     update.resume(int(state["step"]))

@@ -160,9 +160,12 @@ class KerasKind(TorchKind):
             files.save_model(self.model, directory)
         return {}
 
-    def load_model(self, directory: Path, left_out: Collection[str]) -> None:
-        files.load_model(self.model, directory)
-        self.module.mix_seeds(self.context.rank)
+    def begin_load_model(self, directory: Path, left_out: Collection[str]) -> Callable[[], None]:
+        def load() -> None:
+            files.load_model(self.model, directory)
+            self.module.mix_seeds(self.context.rank)
+
+        return load
 
     def save_optimizer(self, optimizer: Any, directory: Path) -> dict[str, Any]:
         group = optimizer.param_groups[0]
@@ -172,7 +175,10 @@ class KerasKind(TorchKind):
             files.save_optimizer(optimizer.keras, self.model, directory)
         return content
 
-    def load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> None:
+    def begin_load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> Callable[[], None]:
+        return lambda: self._load_optimizer(optimizer, directory, content)
+
+    def _load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> None:
         files.load_optimizer(optimizer.keras, self.model, directory, content)
         if self._schedule is None and content["learning_rate"] is not None:
             group, rate = optimizer.param_groups[0], float(content["learning_rate"])

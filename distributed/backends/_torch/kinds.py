@@ -152,13 +152,22 @@ class TorchKind:
         return tensors.save_model(self.module, directory, self.context, self.left_out)
 
     def load_model(self, directory: Path, left_out: Collection[str]) -> None:
-        tensors.load_model(self.module, directory, left_out)
+        self.begin_load_model(directory, left_out)()
+
+    def begin_load_model(self, directory: Path, left_out: Collection[str]) -> Callable[[], None]:
+        """Read large tensors into their places, and return a function that does the rest of `load_model`."""
+        return tensors.begin_load_model(self.module, directory, left_out)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, Any]:
         return optimizer_state.save_optimizer(optimizer, tensors.named_parameters(self.module), directory, self.context)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]) -> None:
-        optimizer_state.load_optimizer(optimizer, tensors.named_parameters(self.module), directory, content)
+    def begin_load_optimizer(
+        self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]
+    ) -> Callable[[], None]:
+        """Read large tensors into their places, and return a function that restores the rest of the optimizer."""
+        return optimizer_state.begin_load_optimizer(
+            optimizer, tensors.named_parameters(self.module), directory, content
+        )
 
     def export(self, path: Path) -> None:
         tensors.save_weights(self.module, path, self.context)

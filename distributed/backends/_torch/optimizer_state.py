@@ -73,6 +73,19 @@ def load_optimizer(
     capturable) do not change. Tensors that the optimizer has already are filled in place: new memory would cost more time than
     reading. Raises CheckpointError if the optimizer, its parameter groups or a shape differ.
     """
+    begin_load_optimizer(optimizer, parameters, directory, content)()
+
+
+def begin_load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[tuple[str, torch.Tensor]],
+    directory: Path,
+    content: Mapping[str, Any],
+) -> Callable[[], None]:
+    """Begin what `load_optimizer` does: read large tensors into their places. Return a function that does the rest.
+
+    Until that is called, nothing changes but the values of tensors. Raises the errors of `load_optimizer`.
+    """
     _check_kinds(content)
     if content["class"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -81,41 +94,47 @@ def load_optimizer(
         )
     names = _names(optimizer, parameters)
     _check_groups(optimizer, names, content["groups"])
-    for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
-        _restore_options(group, decode_state(saved["options"]))
     stored, _ = read_tensors(directory / OPTIMIZER)
     by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     if (key := next((key for key in stored if _of_slot(key)[0] not in by_name), None)) is not None:
         raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")
     own_dtype = frozenset(content["own_dtype"])
-    readers: list[Callable[[], None]] = []
     before = _slots(optimizer)
-    optimizer.state.clear()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            name = names[id(parameter)]
-            for slot, value in content["values"].get(name, {}).items():
-                optimizer.state[parameter][slot] = decode_state(value)
+    targets, readers = dict[str, torch.Tensor](), dict[str, Callable[[], None]]()
     for key, tensor in stored.items():
         name, slot = _of_slot(key)
-        parameter, group = by_name[name]
-        own = before.get((id(parameter), slot))
-        dtype = _slot_dtype(tensor, parameter, key in own_dtype)
-        like = parameter if tensor.shape == parameter.shape else None
-        target = None if slot == "step" or like is None else _target(own, parameter, dtype)
-        reader = None if target is None else sharding.reader(tensor, target)
-        if target is None:
-            target = _placed(sharding.read(tensor, like), parameter, group, slot, dtype)
-        elif reader is None:
-            sharding.copy(tensor, target)
-        else:
-            readers.append(reader)
-        optimizer.state[parameter][slot] = target
+        parameter, _ = by_name[name]
+        if slot != "step" and tensor.shape == parameter.shape:
+            dtype = _slot_dtype(tensor, parameter, key in own_dtype)
+            targets[key] = _target(before.get((id(parameter), slot)), parameter, dtype)
+            if (reader := sharding.reader(tensor, targets[key])) is not None:
+                readers[key] = reader
     try:
-        run_in_threads(readers)
+        run_in_threads([*readers.values()])
     except CheckpointError:
         optimizer.state.clear()  # some of its tensors have no values
         raise
+
+    def finish() -> None:
+        for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
+            _restore_options(group, decode_state(saved["options"]))
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                for slot, value in content["values"].get(names[id(parameter)], {}).items():
+                    optimizer.state[parameter][slot] = decode_state(value)
+        for key, tensor in stored.items():
+            name, slot = _of_slot(key)
+            parameter, group = by_name[name]
+            if key not in targets:
+                like = parameter if tensor.shape == parameter.shape else None
+                dtype = _slot_dtype(tensor, parameter, key in own_dtype)
+                targets[key] = _placed(sharding.read(tensor, like), parameter, group, slot, dtype)
+            elif key not in readers:
+                sharding.copy(tensor, targets[key])
+            optimizer.state[parameter][slot] = targets[key]
+
+    return finish
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

@@ -104,7 +104,9 @@ class SeveralKind(TorchKind):
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, Any]:
         return {**super().save_optimizer(optimizer, directory), "classes": _classes(optimizer)}
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]) -> None:
+    def begin_load_optimizer(
+        self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]
+    ) -> Callable[[], None]:
         assert isinstance(optimizer, SeveralOptimizers)
         here, there = _classes(optimizer), content.get("classes")
         if here != there:
@@ -112,11 +114,17 @@ class SeveralKind(TorchKind):
                 f"the optimizers are {here}, the checkpoint holds {there or content.get('class')}: use those of the checkpoint"
                 " or start without it"
             )
-        options = {name: named_optimizers.options_of(each) for name, each in optimizer.items()}
-        super().load_optimizer(optimizer, directory, content)
-        for name, each in optimizer.items():
-            if named_optimizers.is_named(each):
-                named_optimizers.set_options(each, options[name], named_notice(name, self._notice))
+        restore = super().begin_load_optimizer(optimizer, directory, content)
+        optimizers = dict(optimizer.items())
+
+        def finish() -> None:
+            options = {name: named_optimizers.options_of(each) for name, each in optimizers.items()}
+            restore()
+            for name, each in optimizers.items():
+                if named_optimizers.is_named(each):
+                    named_optimizers.set_options(each, options[name], named_notice(name, self._notice))
+
+        return finish
 
 
 def _classes(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -211,11 +211,8 @@ def _check_type(dataset: Any, role: DataRole, has_loader: bool, has_own_collate:
     pair = f"one tensor of inputs, or {_PAIR}" if takes_inputs else _PAIR
     if isinstance(dataset, tuple) and dataset and all(isinstance(x, torch.Tensor | numpy.ndarray) for x in dataset):
         raise ConfigError(f"{name}: a tuple of arrays is not a data set: give {pair}")
-    if (
-        isinstance(dataset, list | tuple)
-        and dataset
-        and all(isinstance(each, Dataset | DataLoader) for each in dataset)
-    ):
+    are_sets = isinstance(dataset, list | tuple) and all(isinstance(each, Dataset | DataLoader) for each in dataset)
+    if are_sets and dataset and not has_own_collate:
         raise ConfigError(
             f"{name}: a {kind} of data sets is not a data set: join them with torch.utils.data.ConcatDataset, or call fit for each"
         )

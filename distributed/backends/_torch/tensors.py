@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +107,22 @@ def load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str
 
     Raises CheckpointError with the first missing and unexpected parameters and different shapes, all in one line.
     """
+    begin_load_model(model, directory, left_out)()
+
+
+def begin_load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str] = ()) -> Callable[[], None]:
+    """Begin what `load_model` does: read large tensors into their places. Return a function that does the rest. Raises its errors."""
     stored, aliases = read_tensors(directory / MODEL)
     stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
     own = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
     _check_same_model(own, stored, directory)
-    _check_tied(own, stored)
-    _copy(model, own, stored)
+    copy_others = _begin_copy(model, own, stored)
+
+    def finish() -> None:
+        _check_tied(own, stored)
+        copy_others()
+
+    return finish
 
 
 def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool) -> LoadedWeights:
@@ -132,26 +142,37 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
         weights.source, len(fitting), tuple(missing), tuple(unexpected), others, weights.is_trainable_only
     )
     check_loaded(loaded, strict=strict)
-    _check_tied({name: own[name] for name in fitting}, fitting)
-    _copy(model, own, fitting)
+    own = {name: own[name] for name in fitting}
+    _check_tied(own, fitting)
+    _begin_copy(model, own, fitting)()
     return loaded
 
 
-def _copy(model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> None:
-    bare = unwrap(model)
-    keys = {plain_name(key): key for key in bare.state_dict(keep_vars=True)}
-    plain = _filled_by_a_copy(bare)
-    readers, others = [], {}
-    for name, tensor in stored.items():
-        if id(own[name]) not in plain:
-            others[keys[name]] = sharding.read(tensor, own[name])
-        elif (reader := sharding.reader(tensor, own[name])) is not None:
-            readers.append(reader)
-        else:
-            sharding.copy(tensor, own[name])
-    run_in_threads(readers)
-    if others:
-        bare.load_state_dict(others, strict=False)  # the caller has compared the names
+def _begin_copy(
+    model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+) -> Callable[[], None]:
+    """Read the large tensors that need no more than a copy into their places. Return a function that copies all others."""
+    plain = _filled_by_a_copy(unwrap(model))
+    readers = {
+        name: reader
+        for name, tensor in stored.items()
+        if id(own[name]) in plain and (reader := sharding.reader(tensor, own[name])) is not None
+    }
+    run_in_threads([*readers.values()])
+
+    def copy_others() -> None:
+        others = {}
+        for name, tensor in stored.items():
+            if id(own[name]) not in plain:
+                others[name] = sharding.read(tensor, own[name])
+            elif name not in readers:
+                sharding.copy(tensor, own[name])
+        if others:  # the caller has compared the names
+            bare = unwrap(model)
+            keys = {plain_name(key): key for key in bare.state_dict(keep_vars=True)}
+            bare.load_state_dict({keys[name]: value for name, value in others.items()}, strict=False)
+
+    return copy_others
 
 
 def _filled_by_a_copy(model: torch.nn.Module) -> set[int]:
