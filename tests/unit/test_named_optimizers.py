@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils.data import IterableDataset, TensorDataset
 
 from distributed import Callback, Trainer
@@ -17,7 +18,7 @@ from distributed.backends._torch.schedule import Schedule
 from distributed.config.merging import Overrides, merge
 from distributed.config.optimization import NamedOptimizer, RateCurve, check_named, named
 from distributed.errors import CheckpointError, ConfigError
-from distributed.state import Job
+from distributed.state import Job, TrainState
 from distributed.training.remote import RemoteFit, remote_fit
 
 BASE: dict[str, Any] = {
@@ -449,3 +450,50 @@ def test_names_are_arguments_of_the_trainer_too() -> None:
     ):
         with pytest.raises(ConfigError, match=text):
             Trainer(net, **dict([wrong]))
+
+
+class GroupRates(Callback):
+    """Record the rates of each update."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+
+    def on_before_update(self, state: TrainState) -> None:
+        self.seen.append([float(group["lr"]) for group in self.context.optimizer.param_groups])
+
+
+def rates_of(steps: int, **settings: Any) -> tuple[Any, list[list[float]]]:
+    """Return the result of a fit, and the rates of its updates."""
+    rates = GroupRates()
+    trainer = Trainer(
+        torch.nn.Linear(3, 1), loss_fn=torch.nn.functional.mse_loss, max_steps=steps, batch_size=8, epochs=9, backend="single",
+        checkpoint_every_n_steps=2, callbacks=[rates], verbose=False, **settings,
+    )  # fmt: skip
+    return trainer.fit(TensorDataset(torch.ones(64, 3), torch.ones(64, 1))), rates.seen
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "own"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"scheduler": lambda optimizer: LambdaLR(optimizer, lambda k: 1 / (1 + k)), "scheduler_interval": "step"},
+        {"scheduler": lambda optimizer: LambdaLR(optimizer, lambda k: 1 / (1 + k))},
+        {"scheduler": lambda optimizer: ReduceLROnPlateau(optimizer), "monitor": "loss"},
+        {"scheduler": "cosine", "scheduler_steps": 10},
+    ],
+    ids=["updates", "epochs", "plateau", "by name"],
+)
+def test_a_schedule_that_the_checkpoint_lacks_begins_with_the_rates_of_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: dict[str, Any], optimizer: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def of(rate: float) -> dict[str, Any]:
+        if optimizer == "own":
+            return {"optimizer": lambda parameters: torch.optim.AdamW(parameters, lr=rate)}
+        return {"optimizer": optimizer, "learning_rate": rate}
+
+    first, _ = rates_of(2, **of(1e-3))
+    _, fresh = rates_of(4, **of(1e-4), **schedule)
+    _, resumed = rates_of(6, **of(1e-4), **schedule, resume_from_checkpoint=str(first.run_dir))
+    assert len(resumed) == 4 and resumed == fresh

@@ -107,6 +107,16 @@ def test_a_flipped_bit_anywhere_is_noticed_whatever_the_load_reads_and_the_one_b
     assert [state.step for _, state in results] == [2] * size
 
 
+def test_large_tensors_are_verified_by_the_load_that_reads_them(tmp_path: Path) -> None:
+    save_twice(rig(tmp_path))
+    flipped(tmp_path / "step-00000002" / "model" / "model.safetensors", LARGE)
+    one = with_tensors(rig(tmp_path))
+    path = one.store.find()
+    assert path == tmp_path / "step-00000002" and one.messages == []
+    assert one.store.resume(path)[0] == tmp_path / "step-00000001"
+    assert (one.backend.begun, one.backend.finished) == (["step-00000002", "step-00000001"], ["step-00000001"])
+
+
 def bytes_read() -> int:
     """Return the number of bytes that this process has asked the system to read so far."""
     return int(Path("/proc/self/io").read_text().split()[1])

@@ -121,6 +121,9 @@ class Schedule:
                 notice(text)
         elif here:
             notice(f"the checkpoint has no schedule: {here} starts from its beginning")
+            if isinstance(rates := getattr(self._scheduler, "_last_lr", None), list):
+                optim.set_rates(self._optimizer, rates)  # the optimizer has those of the checkpoint
+                return
         elif there:
             notice(
                 f"the checkpoint has the schedule {there}, which this run does not have: the learning rate stays at its last value"
