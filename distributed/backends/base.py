@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -229,23 +228,18 @@ class Backend(abc.ABC, Generic[OptionsT]):
         """
 
     @abc.abstractmethod
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        """Load the checkpoint that `save` wrote into `directory`. The world size may have changed since.
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Begin to load the checkpoint that `save` wrote into `directory`, and return a function that does the rest.
 
-        `state` is the result of `save` on rank 0.
+        The world size may have changed since. `state` is the result of `save` on rank 0.
 
-        A collective. Raises CheckpointError if the checkpoint does not fit the model.
+        Large tensors may not be verified yet when this method is called. They are verified while it reads them with `RawTensor.copy_to`,
+        and all others before the function is called. If one is damaged, the function is not called, and this method is called again
+        with an older checkpoint. It may therefore change only the values of tensors that every load replaces. An engine may also read
+        nothing here, and load everything in the function.
+
+        Both are collectives. They raise CheckpointError if the checkpoint does not fit the model.
         """
-
-    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Begin what `load` does, and return a function that does the rest.
-
-        The large tensors of the checkpoint are verified while this method reads them, and all others before the function is called. If
-        the checkpoint is damaged, this method is called again with an older one, so it may change no more than the values of tensors
-        that any load replaces. An engine that does not override it loads after everything was verified. A collective. Raises the errors
-        of `load`.
-        """
-        return functools.partial(self.load, directory, state)
 
     @abc.abstractmethod
     def train_step(self, update_batch: UpdateBatch) -> StepResult:

@@ -110,26 +110,22 @@ class DDPBackend(TorchBackend[DDPOptions]):
             extra["comm_hook"] = {"name": self.options.comm_hook, **memory}
         return extra
 
-    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
-        finish = super().begin_load(directory, state)
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        load, hook = super().load(directory, state), self.wrapper.hook
 
-        def restore() -> None:
-            finish()
-            self._load_hook(directory, state)
+        def finish() -> None:
+            load()
+            if hook is None or not hook.has_memory:
+                return
+            kept, name = state.get("comm_hook") or {}, self.options.comm_hook
+            if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
+                hook.load(directory, self.context.rank, kept)
+            else:
+                self._notice(
+                    f"the checkpoint has no state of ddp.comm_hook={name} for this world size: the hook starts without it"
+                )
 
-        return restore
-
-    def _load_hook(self, directory: Path, state: Mapping[str, Any]) -> None:
-        hook = self.wrapper.hook
-        if hook is None or not hook.has_memory:
-            return
-        kept, name = state.get("comm_hook") or {}, self.options.comm_hook
-        if kept.get("name") == name and int(state["world_size"]) == self.context.world_size:
-            hook.load(directory, self.context.rank, kept)
-        else:
-            self._notice(
-                f"the checkpoint has no state of ddp.comm_hook={name} for this world size: the hook starts without it"
-            )
+        return finish
 
 
 def _check_hook(options: DDPOptions, plan: ProcessPlan) -> None:

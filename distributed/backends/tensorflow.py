@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -335,12 +335,15 @@ class TensorFlowBackend(Backend[Any]):
         extra = self._saved.save(directory, self._step)
         return extra | {"means": self.measured.form, "over_all": self.measured.wholes.save(directory)}
 
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        self._step = int(state["step"])
-        self.measured.form = state.get("means") or {}
-        self.measured.wholes.load(directory, state.get("over_all"))
-        if not self._saved.load(directory, state, self._notice):
-            self._seed_generators()
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        def load() -> None:
+            self._step = int(state["step"])
+            self.measured.form = state.get("means") or {}
+            self.measured.wholes.load(directory, state.get("over_all"))
+            if not self._saved.load(directory, state, self._notice):
+                self._seed_generators()
+
+        return load
 
     def export(self, path: Path) -> None:
         self._saved.export(path)

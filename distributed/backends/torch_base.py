@@ -386,10 +386,7 @@ class TorchBackend(Backend[OptionsT]):
         self.share_buffers()  # a resumed run has the stored buffers on every rank, so this run must have them too
         return checkpoint.save(self, directory)
 
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        self.begin_load(directory, state)()
-
-    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
         from distributed.backends._torch import checkpoint
 
         finish = checkpoint.begin_load(self, directory, state, self._notice)

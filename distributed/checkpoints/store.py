@@ -13,7 +13,7 @@ import math
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from distributed.checkpoints.copies import Copies
 from distributed.checkpoints.digests import FileRecord, file_digest
 from distributed.checkpoints.directory import CheckpointDirectory, beside, open_verified, stage_of
 from distributed.checkpoints.durable import records_of_written, size_text, sync, write_file
+from distributed.checkpoints.loading import CheckpointReader, Loads
 from distributed.checkpoints.manifest import (
     MANIFEST,
     Manifest,
@@ -34,16 +35,10 @@ from distributed.checkpoints.manifest import (
 )
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_newest
 from distributed.checkpoints.objects import Objects, unusable
-from distributed.checkpoints.part_checks import PartChecks
 from distributed.checkpoints.staging import Copying, Staging
 from distributed.checkpoints.state_file import identity, read_state, write_state
 from distributed.checkpoints.verifying import (
-    large_parts,
-    part_to_verify,
     verify,
-    verify_files,
-    verify_small_parts,
-    verify_unread,
 )
 from distributed.config.addresses import check_address, is_address
 from distributed.config.plan import ProcessPlan
@@ -58,7 +53,7 @@ _OPENED = ".opened"  # directory beside the checkpoints for one that was downloa
 Written = Mapping[Path, FileRecord]  # of the files that this rank has written
 
 
-class Stored(Protocol):
+class Stored(Loads, Protocol):
     """Protocol of an adapter whose state is stored. The adapter writes and reads its own part of a checkpoint."""
 
     plan: ProcessPlan
@@ -72,12 +67,6 @@ class Stored(Protocol):
     def save(self, directory: Path, /) -> dict[str, Any]:
         """Write tensors into the staged checkpoint `directory`. Return the rest of the state, JSON-able. Only rank 0's
         is stored. An entry `frozen` maps each parameter that is left out to its `bytes` and its `xxh3_128`, among others."""
-
-    def begin_load(self, directory: Path, state: Mapping[str, Any], /) -> Callable[[], None]:
-        """Begin to load what `save` wrote into `directory`, and return a function that does the rest.
-
-        `state` is what `save` returned on rank 0. See `Backend.begin_load`.
-        """
 
 
 class CheckpointStore:
@@ -127,6 +116,7 @@ class CheckpointStore:
         self.monitor, self.monitor_mode = monitor, monitor_mode
         self._agreement = Agreement(backend.world, backend.config.timeout_s)
         self._copies = Copies(directory, self._agreement)
+        self._reader = CheckpointReader(backend, self._agreement, self._copies)
         self._files = CheckpointDirectory(directory, self._warn)
         self._mirror: Mirror | None = None  # on the main process
         if objects is not None and context.is_main_process:
@@ -295,7 +285,7 @@ class CheckpointStore:
         while (name := self._agreement.on_main(self._newest)) is not None:
             path = self.directory / name
             try:
-                self._verify(path, in_full=in_full)
+                self._reader.verify(path, in_full=in_full)
                 break
             except CheckpointError as error:
                 problem = str(error)
@@ -354,7 +344,7 @@ class CheckpointStore:
         """
         opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
         try:
-            self._verify(opened, in_full=True)
+            self._reader.verify(opened, in_full=True)
         except CheckpointError as error:
             hint = self._agreement.on_main(lambda: beside(opened))
             raise CheckpointError(f"{error}; {hint}") from None
@@ -369,7 +359,7 @@ class CheckpointStore:
         """
         while True:
             try:
-                state = self._load(path)
+                state = self._reader.load(path, is_verified=path != self._found)
                 break
             except DamagedError as error:
                 damage = str(error)
@@ -379,6 +369,8 @@ class CheckpointStore:
             path = found
         if path == self._found:
             self._upload_rest()
+        if self.context.is_main_process:
+            self._current = (path, identity(state, read_manifest(path).monitor_value))
         if self.context.is_main_process and path.parent == (self.directory / _OPENED).absolute():
             shutil.rmtree(path.parent, ignore_errors=True)
         return path, state
@@ -403,69 +395,6 @@ class CheckpointStore:
         mine = {} if is_away else {name: record.to_json() for name, record in _below(stage, written).items()}
         found = self._agreement.world.gather(mine)
         return {name: FileRecord.from_json(record) for each in found for name, record in each.items()}
-
-    def _verify(self, path: Path, *, in_full: bool) -> None:
-        """Read a checkpoint, each rank a part of the files: every byte if `in_full`, else all but large parts. A collective.
-
-        Raises CheckpointError, on every rank, with a bad file and the reason.
-        """
-        readers, read = self._readers(path), verify_files if in_full else verify_small_parts
-        self._agreement.on_all(lambda: read(path, self._own_files(path, readers)))
-
-    def _readers(self, path: Path) -> list[int]:
-        """Return the ranks that verify a checkpoint together: those that see it where the main process does. A collective."""
-        away = self._copies.away_from(path)
-        return [rank for rank in range(self.context.world_size) if rank not in away]
-
-    def _own_files(self, path: Path, readers: list[int]) -> dict[str, FileRecord]:
-        """Return the files of a checkpoint that this rank verifies if the ranks `readers` do this together."""
-        rank = self.context.rank
-        return (
-            part_to_verify(read_manifest(path).files, readers, rank, self.context.world_size) if rank in readers else {}
-        )
-
-    def _load(self, path: Path) -> TrainState:
-        """Load a checkpoint. A collective.
-
-        Raises DamagedError, on every rank, if large tensors were not verified before and one of them is damaged.
-        """
-        is_verified, readers, checks = path != self._found, self._readers(path), PartChecks()
-        with self._copies.here(path) as here:
-
-            def verify_rest() -> None:
-                verify_unread(here, checks, self._own_files(here, readers))
-
-            def begin() -> tuple[TrainState, Callable[[], None]]:
-                state, extra = read_state(here)
-                files = {} if is_verified else read_manifest(here).files
-                with checks.of(large_parts(here, files)), _of_another_run(here):
-                    finish = self.backend.begin_load(here, extra)
-                verify_rest()
-                return state, finish
-
-            def finish_load() -> None:
-                with _of_another_run(here):
-                    finish()
-
-            try:
-                state, finish = self._agreement.on_all(begin)
-            except (OSError, CheckpointError) as error:
-                if not is_verified:
-                    self._raise_damage(verify_rest)
-                if isinstance(error, DamagedError):  # on this rank alone: what it could not read can be read now
-                    raise CheckpointError(str(error)) from None
-                raise
-            self._agreement.on_all(finish_load)
-            if self.context.is_main_process:
-                self._current = (path, identity(state, read_manifest(here).monitor_value))
-        return state
-
-    def _raise_damage(self, verify_rest: Callable[[], None]) -> None:
-        """Raise DamagedError on every rank if damage is the cause of an error of a load. A collective."""
-        try:
-            self._agreement.on_all(verify_rest)
-        except (OSError, CheckpointError) as error:
-            raise DamagedError(str(error)) from None
 
     def _warn(self, text: str) -> None:
         self.on_event({"kind": "warning", "text": text})
@@ -593,17 +522,6 @@ class CheckpointStore:
                 f"{message}; {self._misses} failed saves in a row (max_failed_saves): "
                 f"{'free disk space' if is_full else 'see that its directory can be written'}, and run again with --resume"
             )
-
-
-@contextlib.contextmanager
-def _of_another_run(path: Path) -> Iterator[None]:
-    """Raise CheckpointError for an error of the block that a state of another run causes."""
-    try:
-        yield
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: its state does not fit this run ({type(error).__name__}: {error})"
-        ) from error
 
 
 def _below(stage: Path, written: Written) -> dict[str, FileRecord]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -99,9 +99,12 @@ class FakeBackend(Backend[FakeOptions]):
         write_file(directory / "model" / "weight.json", [content], len(content))
         return {}
 
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        self.calls.append("load")
-        self.weight = json.loads((directory / "model" / "weight.json").read_text())
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        def load() -> None:
+            self.calls.append("load")
+            self.weight = json.loads((directory / "model" / "weight.json").read_text())
+
+        return load
 
     def export(self, path: Path) -> None:
         path.write_text(json.dumps(self.weight))

@@ -61,12 +61,13 @@ class BytesBackend:
     def _write(self, path: Path, content: bytes) -> None:
         write_tensors(path, [RawTensor("weight", "U8", (len(content),), lambda: content)], {})
 
-    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
-        return lambda: self.load(directory, state)
-
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
         tensors, _ = read_raw(directory / "model" / "model.safetensors")
-        self.loaded = (bytes(tensors[0].read()), state)
+
+        def finish() -> None:
+            self.loaded = (bytes(tensors[0].read()), state)
+
+        return finish
 
 
 class OneOf:

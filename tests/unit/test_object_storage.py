@@ -392,7 +392,7 @@ class OneFile:
         write_tensors(directory / "model" / "model.safetensors", tensors, {})
         return {}
 
-    def begin_load(self, directory: Path, state: Any) -> Callable[[], None]:
+    def load(self, directory: Path, state: Any) -> Callable[[], None]:
         (tensor,), _ = read_raw(directory / "model" / "model.safetensors")
 
         def finish() -> None:

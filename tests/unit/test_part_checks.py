@@ -43,7 +43,7 @@ class Tensors(BytesBackend):
             )  # fmt: skip
         return {}
 
-    def begin_load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
         read: dict[str, bytes] = {}
         tensors, _ = read_raw(directory / "model" / "model.safetensors")
         for tensor in tensors:

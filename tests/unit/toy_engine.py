@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -92,8 +92,11 @@ class ToyBackend(Backend[ToyOptions]):
         self.model = job.model if isinstance(job.model, Line) else job.model()  # the model, or a factory
         return []
 
-    def load(self, directory: Path, state: Mapping[str, Any]) -> None:
-        self.model.weights, self._step = _read(directory), int(state["step"])
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        def finish() -> None:
+            self.model.weights, self._step = _read(directory), int(state["step"])
+
+        return finish
 
     def _error(self, micro: MicroBatch) -> Any:
         inputs, targets = micro.batch
