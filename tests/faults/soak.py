@@ -156,11 +156,12 @@ class Run:
             first = self._sizes.setdefault(each.pid, size)
             self.growth = max(self.growth, size[0] - first[0], size[1] - first[1])
 
-    def weights(self) -> str:
-        """Wait for the end and return the weights that rank 0 prints."""
+    def results(self) -> tuple[str, float]:
+        """Wait for the end and return what rank 0 prints: the weights, and the seconds of an update (median of the last attempt)."""
         ended = [each.finish(600) for each in self.launchers]
         assert [each.returncode for each in ended] == [0] * len(ended), self.output()
-        return ended[0].stdout.split("weights ")[1].split()[0]
+        weights, update_s = (ended[0].stdout.split(f"{name} ")[1].split()[0] for name in ("weights", "update_s"))
+        return weights, float(update_s)
 
     def left(self) -> list[str]:
         """Return what the run has left behind: processes, listening ports, files, shared memory."""
@@ -297,7 +298,8 @@ class Outcome:
 
     Attributes:
         recovered_s: fault -> seconds until a step that had not been reached before, for each time.
-        effective: seconds of training that stand in the result, as a fraction of the run's wall-clock time.
+        effective: seconds of the updates that stand in the result (their number times the median update, without saves and
+            restarts), as a fraction of the run's wall-clock time.
         is_same: whether the weights are those of a run without faults, bit for bit.
         left: what was found after the end.
         growth: threads and open files by which a launcher grew.
@@ -321,7 +323,7 @@ def soak(kind: Kind, minutes: float, every_s: float, seed: int, wait_s: float = 
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
         clean = Run(kind, Path(first), steps, 0.0, seed)
         try:
-            expected = clean.weights()
+            expected, _ = clean.results()
         finally:
             clean.close()
         began, run = time.monotonic(), Run(kind, Path(second), steps, wait_s, seed)
@@ -333,9 +335,9 @@ def soak(kind: Kind, minutes: float, every_s: float, seed: int, wait_s: float = 
                     f"{kind.name:12} {time.monotonic() - began:6.0f} s  step {run.step:6}  {name}: {seconds:.1f} s",
                     flush=True,
                 )
-            weights = run.weights()
-            wall_s = time.monotonic() - began
-            return Outcome(kind.name, recovered_s, steps * wait_s / wall_s, weights == expected, run.left(), run.growth)
+            weights, update_s = run.results()
+            effective = steps * update_s / (time.monotonic() - began)
+            return Outcome(kind.name, recovered_s, effective, weights == expected, run.left(), run.growth)
         finally:
             run.close()
 
@@ -372,7 +374,7 @@ def run_jobs(count: int, at_once: int) -> list[str]:
         with tempfile.TemporaryDirectory() as directory:
             run = Run(dataclasses.replace(kind, loaders=0), Path(directory), 5, 0.0, 0)
             try:
-                weights = run.weights()
+                weights, _ = run.results()
                 return f"{kind.name}: {run.left()}" if run.left() else weights
             except BaseException as error:  # whatever it is, the others run on
                 return f"{kind.name}: {error}"

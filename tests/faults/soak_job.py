@@ -5,7 +5,9 @@ Environment: STEPS (updates), WAIT_S (seconds added to each update), LOADERS (lo
 
 from __future__ import annotations
 
+import itertools
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -39,11 +41,13 @@ class Watch(Callback):
     def on_train_start(self, state: Any) -> None:
         self._file = os.open("step", os.O_WRONLY | os.O_CREAT) if RANK == 0 else None
         Path(f"worker-{RANK}").write_text(str(os.getpid()))
+        self.ends = [time.monotonic()]  # of the updates of this attempt
 
     def on_step_end(self, state: Any, result: Any) -> None:
         if self._file is not None:
             os.pwrite(self._file, f"{state.step:10d}".encode(), 0)
         time.sleep(WAIT_S)
+        self.ends.append(time.monotonic())
         order = Path(f"fault-{RANK}")
         if order.exists():
             fault = order.read_text()
@@ -79,10 +83,12 @@ if __name__ == "__main__":
     data: Any = Samples()
     if LOADERS:
         data = DataLoader(data, batch_size=4, shuffle=True, num_workers=LOADERS, persistent_workers=True)
+    watch = Watch()
     trainer = Trainer(
         model, optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01), loss_fn=torch.nn.functional.mse_loss,
-        global_batch_size=8, epochs=10**6, max_steps=int(os.environ["STEPS"]), checkpoint_every_n_steps=20, callbacks=[Watch()],
+        global_batch_size=8, epochs=10**6, max_steps=int(os.environ["STEPS"]), checkpoint_every_n_steps=20, callbacks=[watch],
     )  # fmt: skip
     trainer.fit(data)
     if trainer.is_main_process:
+        print("update_s", statistics.median(after - before for before, after in itertools.pairwise(watch.ends)))
         print("weights", b"".join(each.detach().numpy().tobytes() for each in trainer.model.parameters()).hex())
