@@ -31,6 +31,7 @@ from tests.machines import Machines
 JOB = Path(__file__).with_name("soak_job.py")
 PORT = "29577"
 RECOVERS_S = 60.0  # within which a new step must come after a fault
+SLOW_S = 12.0  # the output of a run that takes longer is printed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +355,9 @@ def _inject(run: Run, every_s: float, wait_s: float) -> Iterator[tuple[str, floa
         at, began = run.step, time.monotonic()
         faults[name](run)
         _wait_for_step(run, max(at, run.step) + 3)  # two more may come before the fault is felt
-        yield name, time.monotonic() - began
+        if (seconds := time.monotonic() - began) > SLOW_S:
+            print(f"{name} took {seconds:.1f} s:\n{run.output()}", flush=True)
+        yield name, seconds
 
 
 def _wait_for_step(run: Run, step: int) -> None:

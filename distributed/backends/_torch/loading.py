@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from distributed.backends._torch.collating import PLAIN, Batching
 from distributed.backends._torch.divided_streams import DividedStream
 from distributed.backends._torch.fetching import Fetcher, indexed_tensors
+from distributed.backends._torch.loader_processes import read_loader, stop_workers
 from distributed.backends._torch.sources import (
     Reduce,
     Source,
@@ -27,10 +28,8 @@ from distributed.backends._torch.sources import (
     loader_arguments,
     loader_batch_size,
     pinned,
-    read_loader,
     read_source,
     sample_count,
-    stop_workers,
 )
 from distributed.backends._torch.stream_parts import hook_of
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches, has_position

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import signal
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy
@@ -19,18 +17,17 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     default_collate,
-    get_worker_info,
 )
 
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.collating import PLAIN, Batching
 from distributed.backends._torch.fetching import LOADER, SAMPLER, announce_epoch
+from distributed.backends._torch.loader_processes import WorkerInit
 from distributed.backends.arrays import ArrayBatch, ArrayData, mapped
 from distributed.backends.forms import fault_of, is_array, is_mapping_of_arrays
 from distributed.config.settings import DistributedConfig
 from distributed.data import sample_seed
 from distributed.errors import ConfigError
-from distributed.runs.processes import die_with_parent, is_running
 from distributed.state import DataRole
 
 Reduce = Callable[[Mapping[str, float]], dict[str, float]]
@@ -301,52 +298,9 @@ def loader_arguments(source: Source, seed: int, epoch: int) -> dict[str, Any]:
             timeout=loader.timeout,
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
-            worker_init_fn=_WorkerInit(source.dataset, loader.worker_init_fn),
+            worker_init_fn=WorkerInit(source.dataset, loader.worker_init_fn),
         )
     return arguments
-
-
-class _WorkerInit:
-    """Initialize a loader process.
-
-    The process ends with its trainer and sees the user's data set in `get_worker_info()`. Then the user's own
-    function is called. Workaround (torch 2.13, no upstream issue known; may go when torch's loader processes end with
-    their parent): they check for their parent only every 5 s, and not while they read.
-    """
-
-    def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
-        self._dataset, self._function = dataset, function
-        self._trainer = os.getpid()
-
-    def __call__(self, worker_id: int) -> None:
-        # The trainer may already be dead and this process adopted. A child of a fork server always has another parent.
-        is_child = os.getppid() == self._trainer
-        if not is_child and not is_running(self._trainer):
-            os.kill(os.getpid(), signal.SIGKILL)
-        die_with_parent(self._trainer if is_child else os.getppid())
-        object.__setattr__(get_worker_info(), "dataset", self._dataset)
-        if self._function is not None:
-            self._function(worker_id)
-
-
-def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
-    """Yield the batches of `loader`. Its processes end with the iteration, unless they are persistent."""
-    batches = iter(loader)
-    try:
-        yield from batches
-    finally:
-        if not loader.persistent_workers:
-            stop_workers(batches)
-
-
-def stop_workers(batches: Any) -> None:
-    """Stop the processes of a loader's iterator immediately.
-
-    Workaround (torch 2.13, pytorch/pytorch#64766; may go when a loader has a public method for this): torch stops them
-    when the iterator is deleted, and a traceback delays the deletion.
-    """
-    if (stop := getattr(batches, "_shutdown_workers", None)) is not None:
-        stop()
 
 
 def pinned(source: Source, batch: Any) -> Any:

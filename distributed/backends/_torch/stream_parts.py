@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import announce_epoch
-from distributed.backends._torch.sources import Source, has_state, loader_arguments, read_loader
+from distributed.backends._torch.loader_processes import read_loader
+from distributed.backends._torch.sources import Source, has_state, loader_arguments
 from distributed.errors import ConfigError
 
 OFF = "set data.shard_streams=false"

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import STREAM, Fetcher, announce_epoch
+from distributed.backends._torch.loader_processes import read_loader
 from distributed.backends._torch.sources import (
     Reduce,
     Source,
@@ -27,7 +28,6 @@ from distributed.backends._torch.sources import (
     loader_arguments,
     one_shot_error,
     pinned,
-    read_loader,
     sample_count,
 )
 from distributed.backends.base import ShardedData

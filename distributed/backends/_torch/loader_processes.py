@@ -1,0 +1,113 @@
+"""Start, read and stop the processes of torch's DataLoader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader, get_worker_info
+
+from distributed.runs.processes import die_with_parent, is_running
+
+
+class WorkerInit:
+    """Initialize a loader process.
+
+    The process ends with its trainer and sees the user's data set in `get_worker_info()`. Then the user's own
+    function is called. Workaround (torch 2.13, no upstream issue known; may go when torch's loader processes end with
+    their parent): they check for their parent only every 5 s, and not while they read.
+    """
+
+    def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
+        self._dataset, self._function = dataset, function
+        self._trainer = os.getpid()
+
+    def __call__(self, worker_id: int) -> None:
+        # The trainer may already be dead and this process adopted. A child of a fork server always has another parent.
+        is_child = os.getppid() == self._trainer
+        if not is_child and not is_running(self._trainer):
+            os.kill(os.getpid(), signal.SIGKILL)
+        die_with_parent(self._trainer if is_child else os.getppid())
+        object.__setattr__(get_worker_info(), "dataset", self._dataset)
+        if self._function is not None:
+            self._function(worker_id)
+
+
+def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
+    """Yield the batches of `loader`. Its processes end with the iteration, unless they are persistent.
+
+    Raises RuntimeError if one of its processes was killed.
+    """
+    batches = iter(loader)
+    try:
+        if loader.num_workers:
+            _deaths.take_over()
+            while True:
+                try:
+                    batch = _deaths.read(batches)
+                except StopIteration:
+                    return
+                yield batch
+        yield from batches
+    finally:
+        if not loader.persistent_workers:
+            stop_workers(batches)
+
+
+def stop_workers(batches: Any) -> None:
+    """Stop the processes of a loader's iterator immediately.
+
+    Workaround (torch 2.13, pytorch/pytorch#64766; may go when a loader has a public method for this): torch stops them
+    when the iterator is deleted, and a traceback delays the deletion.
+    """
+    if (stop := getattr(batches, "_shutdown_workers", None)) is not None:
+        stop()
+
+
+class _Deaths:
+    """Report the death of a loader process where a batch is read, and nowhere else.
+
+    Workaround (torch 2.13, no upstream issue known; may go when torch reports it in `next` of the loader's iterator only): torch's
+    handler of SIGCHLD raises RuntimeError at whatever line the main thread executes. That may be within a save, or within code that
+    takes a RuntimeError for something else.
+    """
+
+    def __init__(self) -> None:
+        self._of_torch: Callable[[int, Any], Any] | None = None
+        self._is_reading = False
+        self._found: RuntimeError | None = None
+
+    def take_over(self) -> None:
+        """Take the place of torch's handler, which torch sets when it starts the first process of a loader."""
+        if threading.current_thread() is not threading.main_thread():
+            return  # torch has no handler then
+        handler = signal.getsignal(signal.SIGCHLD)
+        if callable(handler) and handler.__module__ == "torch.utils.data._utils.signal_handling":
+            self._of_torch = handler
+            signal.signal(signal.SIGCHLD, self._handle)
+
+    def read(self, batches: Iterator[Any]) -> Any:
+        """Return the next batch. Raises RuntimeError if a process has been killed, now or since the last call."""
+        self._is_reading = True
+        try:
+            if self._found is not None:
+                found, self._found = self._found, None
+                raise found
+            return next(batches)
+        finally:
+            self._is_reading = False
+
+    def _handle(self, number: int, frame: Any) -> None:
+        assert self._of_torch is not None
+        try:
+            self._of_torch(number, frame)
+        except RuntimeError as error:
+            if self._is_reading:
+                raise
+            self._found = error
+
+
+_deaths = _Deaths()  # of the process, as a signal handler is

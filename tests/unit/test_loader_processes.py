@@ -1,0 +1,63 @@
+"""The processes of a DataLoader: where their death is reported."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
+
+from distributed.backends._torch.loader_processes import read_loader  # noqa: E402
+
+
+class Numbers(Dataset[Any]):
+    """Numbers, and the process that reads them."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.3 if index >= 32 else 0.0)
+        return torch.tensor([index, os.getpid()])
+
+
+def kill(batch: Any) -> None:
+    """Kill the process that has read a batch, and go on until this process must have had its SIGCHLD.
+
+    The process is idle by then. If it were killed while it holds the lock of the loader's `Event`, torch would wait for the lock for ever.
+    """
+    time.sleep(0.3)
+    os.kill(int(batch[0, 1]), signal.SIGKILL)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def test_a_killed_process_is_reported_where_a_batch_is_read_and_nowhere_else() -> None:
+    batches = read_loader(DataLoader(Numbers(), batch_size=4, num_workers=1, prefetch_factor=1))
+    kill(next(batches))  # torch's own handler would raise here
+    with pytest.raises(RuntimeError, match=r"DataLoader worker .* is killed by signal"):
+        next(batches)
+
+
+def test_a_process_that_is_killed_while_it_reads_is_reported_at_once() -> None:
+    batches = read_loader(DataLoader(Numbers(), batch_size=32, num_workers=1, prefetch_factor=1))
+    pid, begin = int(next(batches)[0, 1]), time.monotonic()
+    signal.signal(signal.SIGALRM, lambda *_: os.kill(pid, signal.SIGKILL))
+    signal.setitimer(signal.ITIMER_REAL, 0.5)
+    with pytest.raises(RuntimeError, match=r"DataLoader worker \(pid"):
+        next(batches)  # takes 10 s otherwise
+    assert time.monotonic() - begin < 4
+
+
+def test_whole_epochs_with_persistent_processes() -> None:
+    loader: DataLoader[Any] = DataLoader(
+        torch.utils.data.TensorDataset(torch.arange(10)), batch_size=4, num_workers=1, persistent_workers=True
+    )
+    for _ in range(2):
+        assert [batch[0].tolist() for batch in read_loader(loader)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
