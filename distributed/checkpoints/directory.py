@@ -114,7 +114,8 @@ class CheckpointDirectory:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from None
         for info in reversed(list_checkpoints(self.path)):
             try:
-                inspect(info.path)
+                if info.problem:
+                    inspect(info.path)  # raises the error with its type
                 self._newest = info.path.name
                 return info.path.name
             except NewerFormatError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.copies import Copies
 from distributed.checkpoints.digests import FileRecord
-from distributed.checkpoints.manifest import read_manifest
+from distributed.checkpoints.manifest import Manifest, read_manifest
 from distributed.checkpoints.part_checks import PartChecks
 from distributed.checkpoints.state_file import read_state
 from distributed.checkpoints.verifying import (
@@ -52,21 +53,22 @@ class CheckpointReader:
         Raises CheckpointError, on every rank, with a bad file and the reason.
         """
         readers, read = self._readers(path), verify_files if in_full else verify_small_parts
-        self._agreement.on_all(lambda: read(path, self._own_files(path, readers)))
+        self._agreement.on_all(lambda: read(path, self._own_files(lambda: read_manifest(path), readers)))
 
     def _readers(self, path: Path) -> list[int]:
         """Return the ranks that verify a checkpoint together: those that see it where the main process does. A collective."""
         away = self._copies.away_from(path)
         return [rank for rank in range(self._agreement.context.world_size) if rank not in away]
 
-    def _own_files(self, path: Path, readers: list[int]) -> dict[str, FileRecord]:
-        """Return the files of a checkpoint that this rank verifies if the ranks `readers` do this together."""
-        rank = self._agreement.context.rank
-        return (
-            part_to_verify(read_manifest(path).files, readers, rank, self._agreement.context.world_size)
-            if rank in readers
-            else {}
-        )
+    def _own_files(self, manifest: Callable[[], Manifest], readers: list[int]) -> dict[str, FileRecord]:
+        """Return the files of a checkpoint that this rank verifies if the ranks `readers` do this together.
+
+        `manifest` returns the manifest of the checkpoint. It is called on these ranks only.
+        """
+        context = self._agreement.context
+        if context.rank not in readers:
+            return {}
+        return part_to_verify(manifest().files, readers, context.rank, context.world_size)
 
     def load(self, path: Path, *, is_verified: bool) -> TrainState:
         """Load a checkpoint into the backend, and return the training state. `is_verified` tells whether it was verified in full.
@@ -77,15 +79,20 @@ class CheckpointReader:
         readers, checks = self._readers(path), PartChecks()
         with self._copies.here(path) as here:
 
+            @functools.cache
+            def manifest() -> Manifest:
+                return read_manifest(here)
+
             def verify_rest() -> None:
-                verify_unread(here, checks, self._own_files(here, readers))
+                verify_unread(here, checks, self._own_files(manifest, readers))
 
             def begin() -> tuple[TrainState, Callable[[], None]]:
                 state, extra = read_state(here)
-                files = {} if is_verified else read_manifest(here).files
+                files = {} if is_verified else manifest().files
                 with checks.of(large_parts(here, files)), _of_another_run(here):
                     finish = self._backend.load(here, extra)
-                verify_rest()
+                if not is_verified:
+                    verify_rest()
                 return state, finish
 
             def finish_load() -> None:

@@ -140,14 +140,29 @@ def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
 def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory: Path) -> StoredTensor:
     parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece covers nothing
     first = parts[0][1]
-    if len({(raw.dtype, len(raw.shape)) for _, raw in parts}) > 1:
+    if any(raw.dtype != first.dtype or len(raw.shape) != len(first.shape) for _, raw in parts):
         raise CheckpointError(f"{directory}: the pieces of {name} differ in element type or number of dimensions")
-    shape = tuple(max(start[i] + raw.shape[i] for start, raw in parts) for i in range(len(first.shape)))
-    boxes = [(start, raw.shape) for start, raw in parts]
-    is_covered = sum(math.prod(raw.shape) for _, raw in parts) == math.prod(shape)
-    if not is_covered or any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2)):
+    boxes = sorted((start, raw.shape) for start, raw in parts)
+    shape = tuple(max(start[i] + size[i] for start, size in boxes) for i in range(len(first.shape)))
+    if not _are_slices(boxes) and not _is_filled(boxes, shape):
         raise CheckpointError(f"{directory}: the pieces of {name} do not form one tensor of shape {list(shape)}")
     return StoredTensor(name, first.dtype, shape, tuple(parts))
+
+
+def _are_slices(boxes: Sequence[Box]) -> bool:
+    """Return whether the sorted boxes are consecutive slices of one box along its first dimension, the first of them at its origin."""
+    end, rest = 0, boxes[0][1][1:]
+    for start, shape in boxes:
+        if start[:1] != (end,) or any(start[1:]) or shape[1:] != rest:
+            return False
+        end += shape[0]
+    return True
+
+
+def _is_filled(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Return whether each element of a tensor is in exactly one of the boxes."""
+    is_covered = sum(math.prod(size) for _, size in boxes) == math.prod(shape)
+    return is_covered and not any(_overlap(a, b) for a, b in itertools.combinations(boxes, 2))
 
 
 def _overlap(a: Box, b: Box) -> Box | None:

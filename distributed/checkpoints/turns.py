@@ -13,6 +13,7 @@ from distributed.errors import TrainingError
 from distributed.state import WorkerContext
 
 _LONGEST_PAUSE_S = 0.05
+_GROWTH = 1.1  # of the pause, which therefore stays at about a tenth of the wait
 
 
 class Turns:
@@ -71,6 +72,9 @@ class Turns:
 
         A thread polls the store, because a call to a hung store never returns.
         """
+        ranks = [*itertools.dropwhile(lambda rank: self._is_over(self._look(rank)), ranks)]
+        if not ranks:
+            return
         signs: queue.SimpleQueue[int | RuntimeError | None] = queue.SimpleQueue()
         given_up = threading.Event()
         args = (ranks, signs, given_up)
@@ -102,7 +106,7 @@ class Turns:
                     seen = found
                     if given_up.wait(pause_s):
                         return
-                    pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+                    pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
             signs.put(None)
         except RuntimeError as error:  # the store's host has ended
             signs.put(error)

@@ -114,8 +114,9 @@ def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
 
 def _parsed(text: str, count: int) -> Any:
     """Return the value of a JSON text with `count` lists and objects."""
+    has_long_number = _LONG_NUMBER in text.encode(errors="replace").translate(_ZEROS)
     try:
-        content = _DECODER.decode(text)
+        content = (_CAREFUL if has_long_number else _DECODER).decode(text)
     except RecursionError:
         raise _too_deep() from None
     if count > MAX_DEPTH:
@@ -142,7 +143,10 @@ def _float(text: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_int=_whole, parse_float=_float)
+_ZEROS = bytes.maketrans(b"123456789", b"000000000")
+_LONG_NUMBER = b"0" * (MAX_DIGITS + 1)  # after `_ZEROS`
+_DECODER = json.JSONDecoder(parse_float=_float)
+_CAREFUL = json.JSONDecoder(parse_int=_whole, parse_float=_float)  # takes twice the time
 
 
 def _check_depth(content: Any) -> None:

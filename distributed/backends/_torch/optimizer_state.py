@@ -270,7 +270,6 @@ def _is_like(own: torch.Tensor, parameter: torch.Tensor, dtype: torch.dtype) -> 
     """Return whether `own` is what `torch.empty_like(parameter, dtype=dtype)` would return."""
     return (
         not own.requires_grad
-        and sharding.is_sharded(own) == sharding.is_sharded(parameter)
-        and sharding.box(own) == sharding.box(parameter)
+        and sharding.are_cut_alike(own, parameter)
         and (own.stride(), own.dtype, own.device) == (parameter.stride(), dtype, parameter.device)
     )

@@ -56,6 +56,14 @@ def _box(shape: torch.Size, mesh: Any, coordinate: tuple[int, ...], placements: 
     return tuple(start), tuple(part)
 
 
+def are_cut_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether both tensors have the same shape, and this rank the same part of both."""
+    a, b = _dtensor(one), _dtensor(other)
+    if one.shape != other.shape or a is None or b is None:
+        return one.shape == other.shape and a is b
+    return a.device_mesh == b.device_mesh and a.placements == b.placements
+
+
 def take_part(pieces: torch.Tensor, full: torch.Tensor) -> None:
     """Copy this rank's part of `full` into `pieces`. `full` is a whole tensor of the same shape. Not a collective."""
     start, shape = box(pieces)

@@ -20,6 +20,7 @@ _DTYPES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
+_BY_WORD = {word: dtype for dtype, word in _DTYPES.items()}
 
 
 def encode_state(value: Any, where: str, special: Callable[[Any], Any] | None) -> Any:
@@ -52,7 +53,7 @@ def decode_state(content: Any) -> Any:
 def _decode_special(kind: str, content: Any) -> torch.Tensor:
     if kind != "__tensor__":
         raise ValueError(f"unknown kind {kind!r}")
-    dtype = {word: dtype for dtype, word in _DTYPES.items()}[content["dtype"]]
+    dtype = _BY_WORD[content["dtype"]]
     raw = bytearray.fromhex(content["bytes"])
     flat = torch.frombuffer(raw, dtype=dtype) if raw else torch.empty(0, dtype=dtype)
     return flat.reshape(content["shape"]).clone()
@@ -104,10 +105,9 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
 
 def dtype_of(word: str) -> torch.dtype:
     """Return the element type that safetensors calls `word`. Raises CheckpointError if torch does not have it."""
-    for dtype, known in _DTYPES.items():
-        if known == word:
-            return dtype
-    raise CheckpointError(f"a tensor of the element type {word}, which torch does not have")
+    if (dtype := _BY_WORD.get(word)) is None:
+        raise CheckpointError(f"a tensor of the element type {word}, which torch does not have")
+    return dtype
 
 
 def tensor_of(word: str, shape: tuple[int, ...], data: memoryview) -> torch.Tensor:
