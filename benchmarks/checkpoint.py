@@ -39,7 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1024, help="size of the state (default: %(default)s)")
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="(default: %(default)s)")
-    parser.add_argument("--backend", choices=("single", "pytorch-ddp", "fsdp"), default="single")
+    parser.add_argument("--backend", choices=("single", "pytorch-ddp", "fsdp", "deepspeed"), default="single")
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu", help="where the state is (default: %(default)s)"
     )

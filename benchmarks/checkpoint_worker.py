@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -36,6 +37,7 @@ OURS = {SAVE, RESUME, ASYNC}
 BLOCKED = {ASYNC, DCP_ASYNC}
 EXTRA_LIMIT_MB = 64
 _BLOCK_BYTES = 8 << 20
+_PARTITION = "partition"
 
 
 class Contest:
@@ -62,7 +64,8 @@ class Contest:
         self.state = dict(self._tensors())
         self.parts = [_local(tensor) for tensor in self.state.values()]
         self.is_on_gpu = self.parts[0].is_cuda
-        is_cut = any(type(tensor).__name__ == "DTensor" for tensor in self.state.values())
+        self.has_partition = any(name.startswith(_PARTITION) for name in self.state)
+        is_cut = self.has_partition or any(type(tensor).__name__ == "DTensor" for tensor in self.state.values())
         self.writes = is_cut or self.context.is_main_process
         self.kept = [torch.empty_like(part, device="cpu", pin_memory=self.is_on_gpu).copy_(part) for part in self.parts]
         # What is read goes into the memory of the device.
@@ -76,19 +79,27 @@ class Contest:
         self.made.clear()
 
     def actions(self) -> dict[str, Callable[[], Any]]:
-        """Return the contestants by name."""
-        return {
+        """Return the contestants by name. DeepSpeed has no resume, because a state is loaded before its engine exists."""
+        actions: dict[str, Callable[[], Any]] = {
             WRITE: self._raw_write, READ: self._read, COPY: self._copy, SAVE: self._save,
             "torch.save + fsync": self._torch_save, "DCP save": self._dcp_save, RESUME: self._resume, "torch.load": self._torch_load,
             ASYNC: self._save_async, DCP_ASYNC: self._dcp_async, AGAIN[WRITE]: self._raw_write, AGAIN[READ]: self._read, AGAIN[COPY]: self._copy,
         }  # fmt: skip
+        if self.has_partition:
+            del actions[RESUME]
+        return actions
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        names = {id(parameter): name for name, parameter in self.wrapped.named_parameters()}
-        for parameter, slots in self.optimizer.state.items():
-            yield names[id(parameter)], parameter.detach()
+        whole = {id(parameter): (name, parameter.detach()) for name, parameter in self.wrapped.named_parameters()}
+        for number, (parameter, slots) in enumerate(self.optimizer.state.items()):
+            name = f"{_PARTITION}-{self.context.rank}-{number}"  # of all parameters, as DeepSpeed keeps them
+            if id(parameter) in whole:
+                name, tensor = whole.pop(id(parameter))
+                yield name, tensor
             for slot in ("exp_avg", "exp_avg_sq"):
-                yield f"{names[id(parameter)]}.{slot}", slots[slot]
+                yield f"{name}.{slot}", slots[slot]
+        if self.context.is_main_process:
+            yield from whole.values()
 
     def _new(self) -> Path:
         self.made.append(self.directory / f"{next(self._numbers)}-{self.context.rank}")
@@ -236,9 +247,11 @@ def main(backend: str, device: str, megabytes: float, rounds: int, out: Path) ->
                 session.backward(nn.functional.mse_loss(contest.wrapped(inputs), targets))
                 session.update()
         contest.begin()
+        gc.collect()
+        gc.freeze()  # as the launcher does for the workers that it starts
         actions = contest.actions()
         names = list(actions)
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in BASES}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in BASES if name in actions}
         for number in range(-1, rounds):  # the first round warms up
             random.Random(number).shuffle(names)  # the same order on all ranks
             for name in names:

@@ -135,6 +135,10 @@ _PARTITIONED = If(
 )
 
 
+def _with_own_files(why: str) -> If:
+    return If("with native_checkpoint", lambda own: own.options.native_checkpoint, f"{why}: drop one of them")
+
+
 class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     """Run the torch step through DeepSpeed's engine.
 
@@ -150,8 +154,6 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     needs: ClassVar[Mapping[str, tuple[Need, ...]]] = {"start_timeout": (_WAITS,)}
     refuses: ClassVar[Refusals] = {
         **PROCESS_GROUPS,
-        "checkpoint_async": "its checkpoints are written synchronously: drop it, or use backend 'fsdp'",
-        "snapshot_every_n_steps": "it keeps no snapshots in memory: drop it, or use backend 'fsdp'",
         "dtype=float64": "its engine has no float64, and ZeRO keeps parameters in float32: use backend 'fsdp'",
         "mixed_precision=fp16": (
             If("on CPUs", lambda own: own.plan.device == "cpu" and not HAS_FP16_ON_CPU, "set mixed_precision='bf16'"),
@@ -162,12 +164,10 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             name: (If("with zero_stage above 0", lambda own: own.options.stage > 0, str(why)),)
             for name, why in OF_WHOLE_MATRICES.items()
         },
-        "checkpoint_trainable_only": (
-            If(
-                "with native_checkpoint",
-                lambda own: own.options.native_checkpoint,
-                "DeepSpeed's own files have the whole model: drop one of them",
-            ),
+        "checkpoint_trainable_only": (_with_own_files("DeepSpeed's own files have the whole model"),),
+        **dict.fromkeys(
+            ("checkpoint_async", "snapshot_every_n_steps"),
+            (_with_own_files("DeepSpeed writes its own files to the disk while training waits"),),
         ),
         "compile": "its hooks would break the compiled graph at every module: use backend 'pytorch-ddp' or 'fsdp'",
     }
@@ -186,9 +186,11 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
     def setup(self) -> WorkerContext:
         from distributed.backends._deepspeed import cpu_adam, loading
+        from distributed.backends._deepspeed.copying import DeepSpeedCopying
 
         loading.load(self.plan.device)
         context = super().setup()
+        self.copying = DeepSpeedCopying(self)
         if self.options.cpu_adam:
             self.operator = cpu_adam.load(
                 self.config.start_timeout, lambda text: self.on_event({"kind": "notice", "text": text})
@@ -215,8 +217,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         if engine is None:
             return super().save(directory)
         own = self.optimizer
-        with self.wrapper.whole():
-            self.optimizer = engine.whole_optimizer()
+        with self.wrapper.whole_buffers(), engine.in_pieces() as self.optimizer:
             try:
                 extra = super().save(directory)
             finally:

@@ -8,6 +8,7 @@ needed, and only the requested bytes are read.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed.checkpoints.tensor_file import ITEM_BYTES, RawTensor, read_raw
+from distributed.checkpoints.tensor_file import ITEM_BYTES, RawTensor, copy_all, read_raw
 from distributed.config.kinds import COUNT, check_kinds
 from distributed.config.reading import parse_json
 from distributed.errors import CheckpointError
@@ -35,6 +36,9 @@ class StoredTensor:
     dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, ...], RawTensor], ...]
+    is_in_order: bool = (
+        False  # whether the elements of `pieces`, one piece after the other, are those of the tensor, row-major
+    )
 
     def read(self, box: Box | None = None) -> memoryview:
         """Return the bytes of the part `box` (default: of the whole tensor), row-major.
@@ -56,12 +60,16 @@ class StoredTensor:
         return out.reshape(-1).data
 
     def reader(self, box: Box) -> Callable[[memoryview], None] | None:
-        """Return a function that reads the part `box` from the file into memory of its size.
+        """Return a function that reads the part `box` from its files into memory of its size.
 
-        Return None if the part is not exactly one piece, or so small that a copy of what `read` returns takes no longer.
+        Return None if the part is neither one piece nor the whole tensor, or so small that a copy of what `read` returns takes no
+        longer.
         """
-        piece = self._piece(*box)
-        return None if piece is None else piece.copy_to
+        if (piece := self._piece(*box)) is not None:
+            return piece.copy_to
+        if self.is_in_order and box[1] == self.shape and any(raw.copy_to is not None for _, raw in self.pieces):
+            return functools.partial(copy_all, [raw for _, raw in self.pieces])
+        return None
 
     def _piece(self, start: tuple[int, ...], shape: tuple[int, ...]) -> RawTensor | None:
         return next((raw for begins, raw in self.pieces if begins == start and raw.shape == shape), None)
@@ -142,21 +150,29 @@ def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory
     first = parts[0][1]
     if any(raw.dtype != first.dtype or len(raw.shape) != len(first.shape) for _, raw in parts):
         raise CheckpointError(f"{directory}: the pieces of {name} differ in element type or number of dimensions")
-    boxes = sorted((start, raw.shape) for start, raw in parts)
+    parts = sorted(parts, key=lambda part: part[0])
+    boxes = [(start, raw.shape) for start, raw in parts]
     shape = tuple(max(start[i] + size[i] for start, size in boxes) for i in range(len(first.shape)))
-    if not _are_slices(boxes) and not _is_filled(boxes, shape):
+    is_in_order = _are_in_order(boxes, shape)
+    if not is_in_order and not _is_filled(boxes, shape):
         raise CheckpointError(f"{directory}: the pieces of {name} do not form one tensor of shape {list(shape)}")
-    return StoredTensor(name, first.dtype, shape, tuple(parts))
+    return StoredTensor(name, first.dtype, shape, tuple(parts), is_in_order)
 
 
-def _are_slices(boxes: Sequence[Box]) -> bool:
-    """Return whether the sorted boxes are consecutive slices of one box along its first dimension, the first of them at its origin."""
-    end, rest = 0, boxes[0][1][1:]
-    for start, shape in boxes:
-        if start[:1] != (end,) or any(start[1:]) or shape[1:] != rest:
+def _are_in_order(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
+    """Return whether the elements of the boxes, one box after the other, are those of a tensor, row-major."""
+    end = 0
+    for start, size in boxes:
+        begin, is_inside = 0, False  # inside: a dimension before has several indices, so this one must have all
+        for first, length, whole in zip(start, size, shape, strict=True):
+            if is_inside and length != whole:
+                return False
+            begin = begin * whole + first
+            is_inside = is_inside or length > 1
+        if begin != end:
             return False
-        end += shape[0]
-    return True
+        end += math.prod(size)
+    return end == math.prod(shape)
 
 
 def _is_filled(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:

@@ -26,6 +26,11 @@ class Copying:
         """Return new memory of `num_bytes` bytes for a copy of the state."""
         return host_memory(num_bytes)
 
+    @property
+    def is_on_all_ranks(self) -> bool:
+        """Whether each rank copies a part of the weights, and not only the main process."""
+        return False
+
     def num_bytes(self) -> tuple[int, int]:
         """Return (bytes that this rank copies at least, estimated bytes), both when the optimizer has its state.
 

@@ -82,7 +82,7 @@ def write_tensors(
         and (memory := memory_for(path, [len(start), *(tensor.num_bytes for tensor in ordered)])) is not None
     ):
         memory[: len(start)] = start
-        _copy_all(ordered, memory[len(start) :])
+        copy_all(ordered, memory[len(start) :])
         return
 
     def chunks() -> Iterator[bytes | memoryview]:
@@ -98,7 +98,7 @@ def _place(tensor: RawTensor) -> tuple[bool, int, str]:
     return tensor.num_bytes % _ALIGNMENT > 0, -ITEM_BYTES[tensor.dtype], tensor.name
 
 
-def _copy_all(tensors: Sequence[RawTensor], memory: memoryview) -> None:
+def copy_all(tensors: Sequence[RawTensor], memory: memoryview) -> None:
     """Copy the bytes of `tensors` into `memory`, one after the other."""
     begin = 0
     for tensor in tensors:

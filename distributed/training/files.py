@@ -196,7 +196,7 @@ class TrainerFiles:
 
     def memory_for_copies(self) -> str:
         """Return a notice of the memory that `checkpoint_async` needs. A collective. Raises TrainingError if there is too little."""
-        ranks = self._context.local_world_size if self._backend.observer.cuts_weights else 1
+        ranks = self._context.local_world_size if self._backend.copying.is_on_all_ranks else 1
         known, estimated = self._backend.copying.num_bytes()
         self._agreement.on_all(lambda: check_memory(known * ranks))
         return f"checkpoint_async keeps a copy of the state in memory: about {size_text(estimated)} on each of {ranks} process(es) of a node"

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from distributed.checkpoints.manifest import list_checkpoints
+from distributed.checkpoints.shards import read_tensors
+from distributed.checkpoints.tensor_file import RawTensor, write_tensors
 from distributed.checkpoints.verifying import verify
 from tests.conftest import needs_backend
 
@@ -24,7 +26,7 @@ from safetensors.torch import load_file
 
 for name, directory in json.loads(sys.argv[1]).items():
     theirs = get_fp32_state_dict_from_zero_checkpoint(directory + "/deepspeed")
-    ours = load_file(directory + "/model/model.safetensors")
+    ours = load_file(directory + ".safetensors")
     assert set(theirs) == set(ours), (name, set(theirs) ^ set(ours))
     for key, value in ours.items():
         assert torch.equal(theirs[key], value) if value.is_floating_point() else theirs[key] == value, (name, key)
@@ -58,6 +60,10 @@ def checkpoints(out):
 
 def test_deepspeeds_tools_find_our_weights_without_our_package(done, run_python):
     newest = {name: str(found[-1]) for name, found in checkpoints(done[1]).items()}
+    for path in map(Path, newest.values()):
+        stored, _ = read_tensors(path / "model")
+        weights = [RawTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in stored.items()]
+        write_tensors(path.with_suffix(".safetensors"), weights, {})
     opened = run_python(["-c", OPEN, json.dumps(newest)], timeout=180)
     assert opened.stdout.endswith("opened 6\n"), opened.output
 

@@ -68,7 +68,7 @@ def weights(done: Finished) -> str:
 
 @pytest.mark.parametrize(
     "backend",
-    ["pytorch-ddp", pytest.param("fsdp", marks=pytest.mark.full), pytest.param("single", marks=pytest.mark.full)],
+    ["pytorch-ddp", *(pytest.param(name, marks=pytest.mark.full) for name in ("fsdp", "single", "deepspeed"))],
 )
 def test_a_killed_worker_costs_at_most_one_step_and_no_bit(
     run_cli: Callable[..., Finished], tmp_path: Path, backend: str

@@ -268,14 +268,22 @@ def test_a_save_in_the_background_that_fails_is_made_good_at_the_end(
 
 
 def test_backends_that_write_at_once_refuse_it() -> None:
-    for backend in ("ray", "horovod", "deepspeed", "tensorflow"):
+    for backend in ("ray", "horovod", "tensorflow"):
         with pytest.raises(ConfigError, match="checkpoint_async=True does not work with backend="):
             Trainer(torch.nn.Linear(2, 2), backend=backend, checkpoint_async=True)
+    with pytest.raises(ConfigError, match=r"checkpoint_async=True .* backend='deepspeed' with native_checkpoint"):
+        Trainer(
+            torch.nn.Linear(2, 2), backend="deepspeed", checkpoint_async=True, deepspeed={"native_checkpoint": True}
+        )
 
 
 @pytest.mark.parametrize(
     ("backend", "kills"),
-    [("single", 3), *(pytest.param(name, 12, marks=pytest.mark.full) for name in ("single", "pytorch-ddp", "fsdp"))],
+    [
+        ("single", 3),
+        pytest.param("deepspeed", 2, marks=pytest.mark.conformance),
+        *(pytest.param(name, 12, marks=pytest.mark.full) for name in ("single", "pytorch-ddp", "fsdp", "deepspeed")),
+    ],
 )
 def test_a_killed_run_resumes_and_ends_bit_for_bit_as_one_that_saves_at_once(
     start: Callable[..., Any], run_cli: Callable[..., Any], tmp_path: Path, backend: str, kills: int

@@ -13,6 +13,7 @@ import torch
 
 from distributed.backends._deepspeed.partitions import Partitions, iterate, stand_in, with_whole
 from distributed.backends._deepspeed.precision import LossScale
+from distributed.backends._torch.sharding import StandIns
 from distributed.backends._torch.tensors import named_parameters
 from distributed.backends._torch.world import TorchWorld
 from distributed.errors import ConfigError
@@ -184,22 +185,45 @@ class Engine:
         exhaust it."""
         if self.is_released or not self.stage:
             return
+        for parameter in iterate(self.groups):
+            yield parameter, self.partitions.whole(parameter)
+        yield from self._frozen()
+
+    def _frozen(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        """Yield every frozen parameter that is partitioned or has 16 bits, with its whole fp32 tensor. A collective as `_weights`."""
         trained = set(iterate(self.groups))
         for parameter in self.model.parameters():
             if parameter in trained:
-                yield parameter, self.partitions.whole(parameter)
-            elif hasattr(parameter, "ds_id"):
+                continue
+            if hasattr(parameter, "ds_id"):
                 yield parameter, _gathered(parameter)
             elif parameter.dtype in (torch.bfloat16, torch.float16):
                 yield parameter, parameter.detach().float()
 
-    def whole_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer with the state of whole parameters on the main process, and without state on other
-        ranks."""
+    @contextlib.contextmanager
+    def in_pieces(self) -> Iterator[torch.optim.Optimizer]:
+        """Yield the optimizer in the form in which each rank saves its pieces.
+
+        Within the block, the model's parameters are fp32 and have their whole shapes. A partitioned tensor is a stand-in, and
+        `sharding.write` writes this rank's pieces of it. A frozen parameter is whole on the main process. A collective at stage 3.
+        """
         if not self.stage:
-            return self.optimizer
-        state = self.partitions.state(self.optimizer, keep=self._world.context.is_main_process)
-        return stand_in(self.optimizer, self.groups, state)
+            yield self.optimizer
+            return
+        stand_ins, before = StandIns(), {p: p.data for p in self.model.parameters()}
+        optimizer = stand_in(self.optimizer, self.groups, self.partitions.state(self.optimizer, stand_ins))
+        try:
+            if not self.is_released:
+                for parameter, value in self.partitions.weights(stand_ins).items():
+                    stand_ins.set_data(parameter, value)
+                for parameter, value in self._frozen():
+                    if self._world.context.is_main_process:
+                        parameter.data = value.cpu()
+            with stand_ins.written():
+                yield optimizer
+        finally:
+            for parameter, data in before.items():
+                parameter.data = data
 
     def save_own_files(self, directory: Path, step: int) -> None:
         """Write DeepSpeed's own checkpoint at stages 1 to 3. Each rank writes its part. A rank whose disk fails raises

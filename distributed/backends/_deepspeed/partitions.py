@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distributed.backends._torch.sharding import StandIns
 from distributed.backends._torch.world import TorchWorld
 from distributed.errors import CheckpointError
 
@@ -58,24 +59,29 @@ class Partitions:
             if (piece := self._pieces[parameter]) is not None:
                 _copy(piece.of(piece.flat), value, piece)
 
-    def state(self, optimizer: torch.optim.Optimizer, *, keep: bool) -> State:
-        """Return the optimizer's state of whole parameters, on the CPU. A collective. With `keep=False` this rank only
-        contributes its pieces and returns an empty state."""
+    def weights(self, stand_ins: StandIns) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Return a stand-in for each parameter in fp32, of which this rank has a piece."""
+        return {parameter: self._stand_in(parameter, stand_ins, None) for parameter in self._shapes}
+
+    def state(self, optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> State:
+        """Return the optimizer's state of whole parameters, with stand-ins for the tensors of which this rank has a piece."""
         found: State = {}
-        for parameter, shape in self._shapes.items():
+        for parameter in self._shapes:
             flat = self.flats[self._flat_of[parameter]]
-            slots: dict[str, Any] = {}
-            for name, value in optimizer.state.get(flat, {}).items():
-                if not _is_like(value, flat):
-                    slots[name] = copy.deepcopy(value)
-                    continue
-                piece = self._pieces[parameter]
-                full = self._assemble(parameter, None if piece is None else piece.of(value))
-                if keep:
-                    slots[name] = full.cpu().reshape(shape)
-            if keep and slots:
+            slots = {
+                name: self._stand_in(parameter, stand_ins, value) if _is_like(value, flat) else copy.deepcopy(value)
+                for name, value in optimizer.state.get(flat, {}).items()
+            }
+            if slots:
                 found[parameter] = slots
         return found
+
+    def _stand_in(self, parameter: torch.nn.Parameter, stand_ins: StandIns, value: torch.Tensor | None) -> torch.Tensor:
+        """Return a stand-in for a tensor of the parameter's shape whose partition is `value`, by default for the parameter."""
+        piece, flat = self._pieces[parameter], self.flats[self._flat_of[parameter]]
+        value = flat if value is None else value
+        mine = value[:0].detach() if piece is None else piece.of(value)
+        return stand_ins.make(self._shapes[parameter], mine, 0 if piece is None else piece.start)
 
     def set_state(self, optimizer: torch.optim.Optimizer, state: State, names: Mapping[torch.Tensor, str]) -> None:
         """Partition the state of whole parameters into `optimizer`'s state, without communication."""

@@ -33,11 +33,17 @@ class TorchCopying(Copying):
         is_pinned = self._backend.device.type == "cuda"  # a GPU copies into pinned memory at full speed
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned).numpy().data
 
+    @property
+    def is_on_all_ranks(self) -> bool:
+        return self._backend.observer.cuts_weights
+
     def num_bytes(self) -> tuple[int, int]:
+        return self._of_state() if self.is_on_all_ranks or self._backend.context.is_main_process else (0, 0)
+
+    def _of_state(self) -> tuple[int, int]:
+        """Return what `num_bytes` does for the tensors that this process has."""
         own = self._backend
-        if not own.observer.cuts_weights and not own.context.is_main_process:
-            return 0, 0
-        weights = sum(local(each).nbytes for each in [*own.plain.parameters(), *own.plain.buffers()])
+        weights = self._bytes_of_weights()
         slots = [value for state in getattr(own.optimizer, "state", {}).values() for value in state.values()]
         kept = sum(local(value).nbytes for value in slots if isinstance(value, torch.Tensor))
         known = kept or _bytes_after_an_update(own.optimizer)
@@ -45,6 +51,9 @@ class TorchCopying(Copying):
             trained = sum(local(each).nbytes for each in own.plain.parameters() if each.requires_grad)
             return weights, weights + 2 * trained
         return weights + known, weights + known
+
+    def _bytes_of_weights(self) -> int:
+        return sum(local(each).nbytes for each in [*self._backend.plain.parameters(), *self._backend.plain.buffers()])
 
 
 def _bytes_after_an_update(optimizer: Any) -> int | None:

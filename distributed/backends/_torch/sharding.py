@@ -1,10 +1,15 @@
-"""Handle tensors of which each rank holds a part (DTensor): find, write and read this rank's part."""
+"""Handle tensors of which each rank holds a part: find, write and read this rank's part.
+
+Such a tensor is a DTensor or, while a checkpoint is written, the stand-in for one that an engine keeps in flat pieces.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +23,86 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+Pieces = list[tuple[tuple[int, ...], torch.Tensor]]  # (index of the first element in the whole tensor, the piece)
+
+
+class StandIns:
+    """Tensors that stand for those of which this rank has pieces. They have a shape and an element type, and no values."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[int, tuple[torch.Tensor, Pieces]] = {}  # by the id of the stand-in, which it keeps alive
+
+    def make(self, shape: torch.Size, flat: torch.Tensor, start: int) -> torch.Tensor:
+        """Return a stand-in for a tensor of `shape`. `flat` has the elements from `start` on, row-major, that this rank holds.
+
+        A tensor without elements is not replaced.
+        """
+        if shape.numel() == 0:
+            return torch.empty(shape, dtype=flat.dtype)
+        found = torch.empty((), dtype=flat.dtype).expand(shape)
+        self._pieces[id(found)] = found, _boxes(shape, flat, start)
+        return found
+
+    def set_data(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+        """Make `value`, which `make` returned, the data of `parameter`, which stands for the same tensor then."""
+        parameter.data = value
+        if id(value) in self._pieces:
+            self._pieces[id(parameter)] = parameter, self._pieces[id(value)][1]
+
+    def pieces(self, tensor: torch.Tensor) -> Pieces | None:
+        """Return this rank's pieces, or None if `tensor` is none of the stand-ins."""
+        return self._pieces.get(id(tensor), (None, None))[1]
+
+    @contextlib.contextmanager
+    def written(self) -> Iterator[None]:
+        """Let `write` write the pieces in place of their stand-ins within the block."""
+        token = _stand_ins.set(self)
+        try:
+            yield
+        finally:
+            _stand_ins.reset(token)
+
+
+_stand_ins: contextvars.ContextVar[StandIns | None] = contextvars.ContextVar("_stand_ins", default=None)
+
+
+def _boxes(shape: torch.Size, flat: torch.Tensor, start: int) -> Pieces:
+    """Return the elements from `start` on of a tensor of `shape`, which `flat` has, as boxes: at most two for each dimension but the
+    last, and one."""
+    if len(shape) < 2:
+        return [((start,)[: len(shape)], flat.reshape(flat.shape[: len(shape)]))] if flat.numel() else []
+    row, rest = shape[1:].numel(), shape[1:]
+    found: Pieces = []
+    while flat.numel():
+        index, inside = divmod(start, row)
+        if inside or flat.numel() < row:  # a part of a row
+            size = min(row - inside, flat.numel())
+            found += [((index, *at), piece[None]) for at, piece in _boxes(rest, flat[:size], inside)]
+        else:
+            size = flat.numel() - flat.numel() % row
+            found.append(((index, *(0 for _ in rest)), flat[:size].view(-1, *rest)))
+        flat, start = flat[size:], start + size
+    return found
+
+
 def is_sharded(tensor: Any) -> bool:
     """Return whether `tensor` is a DTensor."""
     return _dtensor(tensor) is not None
+
+
+def is_in_pieces(tensor: torch.Tensor) -> bool:
+    """Return whether each rank writes pieces of `tensor`: it is a DTensor, or a stand-in within `StandIns.written`."""
+    stand_ins = _stand_ins.get()
+    return is_sharded(tensor) or (stand_ins is not None and stand_ins.pieces(tensor) is not None)
+
+
+def _pieces(tensor: torch.Tensor) -> Pieces:
+    """Return the pieces of `tensor` that this rank writes."""
+    stand_ins = _stand_ins.get()
+    if stand_ins is not None and (pieces := stand_ins.pieces(tensor)) is not None:
+        return pieces
+    start, shape = box(tensor)
+    return [] if 0 in shape else [(start, local(tensor))]
 
 
 def _dtensor(tensor: Any) -> DTensor | None:
@@ -77,22 +159,22 @@ def write(
 ) -> None:
     """Write this rank's part of `tensors` into `directory`. All ranks must call it.
 
-    The main process writes whole tensors. If all tensors are whole there is one file, else one file per rank.
+    The main process writes whole tensors. If all tensors are whole there is one file, else one file per rank, and further ones for
+    tensors of which a rank has several pieces.
     """
-    sharded = {name for name, tensor in tensors.items() if is_sharded(tensor)}
-    if not sharded:
+    pieces = {name: _pieces(tensor) for name, tensor in tensors.items() if is_in_pieces(tensor)}
+    if not pieces:
         if context.is_main_process:
             write_file(directory / f"{stem}.safetensors", tensors, metadata)
         return
-    boxes = {name: box(tensor) for name, tensor in tensors.items()}
-    mine = {
-        name: local(tensor)
-        for name, tensor in tensors.items()
-        if (0 not in boxes[name][1] if name in sharded else context.is_main_process)
-    }
-    of_pieces = sharding_metadata({name: boxes[name][0] for name in mine if name in sharded})
-    name = f"{stem}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
-    write_file(directory / name, mine, of_pieces | metadata)
+    whole = {name: tensor for name, tensor in tensors.items() if context.is_main_process and name not in pieces}
+    for number in range(max(1, *map(len, pieces.values()))):
+        layer = {name: found[number] for name, found in pieces.items() if number < len(found)}
+        of_pieces = sharding_metadata({name: start for name, (start, _) in layer.items()})
+        part = f"{stem}-{number}" if number else stem
+        name = f"{part}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
+        write_file(directory / name, {name: piece for name, (_, piece) in layer.items()} | whole, of_pieces | metadata)
+        whole, metadata = {}, {}
 
 
 def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -227,7 +227,7 @@ def model_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _storage_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return a key that is equal for two names of one tensor. Empty tensors are never tied."""
-    if tensor.numel() == 0 or sharding.is_sharded(tensor):
+    if tensor.numel() == 0 or sharding.is_in_pieces(tensor):
         return (id(tensor),)
     storage = tensor.untyped_storage().data_ptr()
     return (tensor.device, storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -1,0 +1,77 @@
+"""Tensors that an engine keeps in flat pieces: what the ranks write, and what is read from it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from distributed.backends._torch import sharding  # noqa: E402
+from distributed.backends._torch.sharding import StandIns  # noqa: E402
+from distributed.checkpoints import digests  # noqa: E402
+from distributed.checkpoints.shards import read_tensors  # noqa: E402
+from distributed.state import WorkerContext  # noqa: E402
+
+
+def saved(directory: Path, tensors: dict[str, torch.Tensor], cuts: list[dict[str, int]]) -> None:
+    """Save as many ranks do, each of which has the elements from one of the `cuts` of each tensor to the next."""
+    directory.mkdir()
+    world_size = len(cuts) - 1
+    for rank in range(world_size):
+        stand_ins, mine = StandIns(), {}
+        for name, tensor in tensors.items():
+            first, end = cuts[rank][name], cuts[rank + 1][name]
+            mine[name] = stand_ins.make(tensor.shape, tensor.reshape(-1)[first:end], first)
+        plain = {"step": torch.tensor(3.0), **mine}
+        with stand_ins.written():
+            sharding.write(directory, "model", plain, WorkerContext(rank, world_size, rank, world_size, 0, "cpu"))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_cut_of_any_shape_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr(digests, "LARGE_BYTES", draw.choice([1, 64, 1 << 20]))
+    shapes = [tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4))) for _ in range(5)] + [(0, 3), (7,)]
+    tensors = {f"w{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
+    world_size = draw.randint(1, 4)
+    inner = [
+        {name: sorted(draw.choices(range(tensor.numel() + 1), k=world_size - 1)) for name, tensor in tensors.items()}
+    ]
+    cuts = [
+        dict.fromkeys(tensors, 0),
+        *({name: inner[0][name][number] for name in tensors} for number in range(world_size - 1)),
+        {name: tensor.numel() for name, tensor in tensors.items()},
+    ]
+    saved(tmp_path / "model", tensors, cuts)
+    stored, _ = read_tensors(tmp_path / "model")
+    assert stored.keys() == {"step", *tensors}
+    for name, tensor in tensors.items():
+        assert torch.equal(sharding.read(stored[name]), tensor)
+        filled = torch.full(tensor.shape, torch.nan)
+        reader = sharding.reader(stored[name], filled)
+        if reader is not None:
+            reader()
+            assert torch.equal(filled, tensor)
+        assert tensor.numel() == 0 or digests.LARGE_BYTES > 1 or reader is not None
+
+
+def test_a_stand_in_has_no_memory_and_a_parameter_takes_its_place() -> None:
+    stand_ins = StandIns()
+    value = torch.arange(6.0)
+    found = stand_ins.make(torch.Size([1000, 1000]), value, 1999)
+    assert (found.shape, found.dtype) == ((1000, 1000), torch.float32)
+    assert found.untyped_storage().nbytes() == 4
+    pieces = stand_ins.pieces(found)
+    assert pieces is not None
+    assert [(start, piece.tolist()) for start, piece in pieces] == [
+        ((1, 999), [[0.0]]),
+        ((2, 0), [[1.0, 2.0, 3.0, 4.0, 5.0]]),
+    ]
+    parameter = torch.nn.Parameter(torch.zeros(0, dtype=torch.bfloat16))
+    stand_ins.set_data(parameter, found)
+    assert (parameter.shape, parameter.dtype) == (found.shape, torch.float32)
+    assert stand_ins.pieces(parameter) is pieces
+    assert stand_ins.pieces(value) is None
