@@ -198,20 +198,23 @@ def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor
 def reader(stored: StoredTensor, tensor: torch.Tensor) -> Callable[[], None] | None:
     """Return a function that fills this rank's part of `tensor` from the file of a stored tensor of the same shape.
 
-    It may run in any thread. Return None if that is not possible or would not be faster than a copy of what `read` returns.
+    It may run in any thread. A tensor on another device, or of other strides or another element type, needs host memory for a second
+    copy of the part meanwhile. Return None if that is not possible or would not be faster than a copy of what `read` returns.
     """
     part, where = local(tensor).detach(), box(tensor)
-    is_plain = type(part) is torch.Tensor and part.device.type == "cpu" and part.is_contiguous()
-    if (
-        not is_plain
-        or part.is_conj()
-        or part.is_neg()
-        or part.dtype != dtype_of(stored.dtype)
-        or tuple(part.shape) != where[1]
-    ):
+    if type(part) is not torch.Tensor or tuple(part.shape) != where[1] or (read_into := stored.reader(where)) is None:
         return None
-    read_into = stored.reader(where)
-    return None if read_into is None else functools.partial(read_into, raw_bytes(part))
+    dtype = dtype_of(stored.dtype)
+    is_plain = part.device.type == "cpu" and part.is_contiguous() and not part.is_conj() and not part.is_neg()
+    if is_plain and part.dtype == dtype:
+        return functools.partial(read_into, raw_bytes(part))
+    return functools.partial(_read_and_copy, read_into, dtype, part)
+
+
+def _read_and_copy(read_into: Callable[[memoryview], None], dtype: torch.dtype, part: torch.Tensor) -> None:
+    host = torch.empty(part.shape, dtype=dtype)
+    read_into(raw_bytes(host))
+    part.copy_(host)
 
 
 def copy(stored: StoredTensor, tensor: torch.Tensor) -> None:

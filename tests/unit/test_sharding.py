@@ -1,4 +1,4 @@
-"""Tensors that an engine keeps in flat pieces: what the ranks write, and what is read from it."""
+"""Tensors of which each rank holds a part: what the ranks write, and what is read from it."""
 
 from __future__ import annotations
 
@@ -75,3 +75,24 @@ def test_a_stand_in_has_no_memory_and_a_parameter_takes_its_place() -> None:
     assert (parameter.shape, parameter.dtype) == (found.shape, torch.float32)
     assert stand_ins.pieces(parameter) is pieces
     assert stand_ins.pieces(value) is None
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (4, 6)])
+def test_a_tensor_of_other_strides_or_another_element_type_is_filled_from_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(digests, "LARGE_BYTES", 1)
+    tensor = torch.randn(shape)
+    sharding.write(tmp_path / "model", "model", {"w": tensor}, WorkerContext(0, 1, 0, 1, 0, "cpu"))
+    stored = read_tensors(tmp_path / "model")[0]["w"]
+    reversed_strides = torch.full(shape[::-1], torch.nan).permute(tuple(reversed(range(len(shape)))))
+    for own in (
+        reversed_strides,
+        torch.full(shape, torch.nan, dtype=torch.float64),
+        torch.nn.Parameter(torch.ones(shape)),
+    ):
+        assert own.shape == tensor.shape
+        reader = sharding.reader(stored, own)
+        assert reader is not None
+        reader()
+        assert torch.equal(own, tensor.to(own.dtype))
