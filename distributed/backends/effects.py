@@ -128,6 +128,7 @@ def _of_named(setting: str) -> Need:
 MLFLOW = Need("MLflow", _unless("MLflow is off", lambda where: is_on_mlflow(where.backend.merged)))
 TENSORBOARD = Need("TensorBoard", _unless("TensorBoard is off", _has_tensorboard))
 PROFILE = Need("profile", _unless("profile is off", lambda where: where.backend.config.profile))
+HANGS = Need("hang_timeout", _unless("hang_timeout is 0", lambda where: where.backend.config.hang_timeout))
 WARMUP = Need("warmup_steps", _unless("warmup_steps is 0", lambda where: where.backend.config.warmup_steps))
 
 
@@ -156,6 +157,7 @@ EFFECTS: Mapping[str, tuple[Need, ...]] = {
     "max_restarts": (OUR_LAUNCHER,),
     "restart_on_exception": (OUR_LAUNCHER,),
     "hang_timeout": (OUR_LAUNCHER,),
+    "hang_timeout_slow": (OUR_LAUNCHER, HANGS),
     "nan_policy": (),
     "seed": (),
     "deterministic": (),

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from distributed.backends._ray.joining import connected
 from distributed.backends.base import If, Refusals
 from distributed.backends.ddp import OF_HOOKS, DDPBackend
-from distributed.backends.effects import OF_CLUSTER, OUR_LAUNCHER, Need, Situation, of_launcher
+from distributed.backends.effects import HANGS, OF_CLUSTER, OUR_LAUNCHER, Need, Situation, of_launcher
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import OF_WHOLE_MATRICES, PROCESS_GROUPS
 from distributed.config.fields import setting
@@ -66,6 +66,7 @@ class RayOptions:
 _NEEDS: Mapping[str, tuple[Need, ...]] = {
     "start_timeout": (OUR_LAUNCHER,),
     "hang_timeout": (_WATCHED,),
+    "hang_timeout_slow": (_WATCHED, HANGS),
     "master_port": (_JOINED, OUR_LAUNCHER),
     "node_timeout": (_JOINED, OUR_LAUNCHER),
     "wait": (_JOINED, OF_CLUSTER),

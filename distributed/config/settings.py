@@ -98,7 +98,8 @@ class DistributedConfig:
 
     monitor_interval: float = setting(0.1, "seconds between two checks of the workers", above=0, maximum=_LONGEST_S, section=FAULTS)
     max_restarts: int = setting(3, "restarts after a worker was killed", minimum=0, section=FAULTS)
-    hang_timeout: float | None = setting(60.0, "seconds without progress of a rank in an update after which the run restarts; 10 times as long in a save or similar work (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, section=FAULTS)
+    hang_timeout: float | None = setting(60.0, "seconds without progress of a rank in an update after which the run restarts (0: no limit)", float, minimum=0, maximum=_LONGEST_S, optional=True, section=FAULTS)
+    hang_timeout_slow: float | None = setting(None, "the same at the start of a fit, in a save, a validation or similar work (0: no limit; default: 10 times hang_timeout)", float, minimum=0, maximum=_LONGEST_S, section=FAULTS)
     elastic_interval_s: float = setting(300.0, "if the number of processes may change: seconds until lost processes are replaced, and the longest wait until a new node takes part", above=0, maximum=_LONGEST_S, section=FAULTS)
     restart_on_exception: bool = setting(False, "also restart after a Python exception of the script", section=FAULTS)
     max_failed_saves: int = setting(3, "number of failed saves in a row that ends the run", minimum=1, section=FAULTS)

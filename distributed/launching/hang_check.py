@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from distributed.launching.causes import Failure
-from distributed.launching.hangs import HangWatch, Suspects, culprit
+from distributed.launching.hangs import SLOW, HangWatch, Suspects, culprit
 from distributed.launching.heartbeat import Board, Progress
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stacks import collect, line_in_script, seen_from_outside, waits_in, why_silent
@@ -22,7 +22,7 @@ class HangCheck:
     """Check the workers of each attempt of this node.
 
     Args:
-        request: the request, which has `hang_timeout`.
+        request: the request, which has `hang_timeout` and `hang_timeout_slow`.
         run: the run directory, in which the stacks are kept.
         display: shows that workers stand still because of another node.
         board: the progress and the stacks of the workers.
@@ -39,7 +39,7 @@ class HangCheck:
 
     def begin(self) -> None:
         """Begin an attempt."""
-        self._watch = HangWatch(self._request.hang_timeout or 0.0)
+        self._watch = HangWatch(self._request.hang_timeout or 0.0, self._request.hang_timeout_slow)
         self._looked = time.monotonic()
         # `beats` of the workers that last stood still without a cause on this node, so that they are reported only once.
         self._undecided = -1
@@ -56,7 +56,10 @@ class HangCheck:
         suspects = self._watch.look(all_progress, seconds)
         if suspects is None or suspects.progress.beats == self._undecided:
             return None
-        return self._judge(suspects, ranks, f"hang_timeout={self._request.hang_timeout:g}")
+        limit, slow = f"hang_timeout={self._request.hang_timeout:g}", self._request.hang_timeout_slow
+        if suspects.progress.is_slow:
+            limit = f"{SLOW} times {limit}" if slow is None else f"hang_timeout_slow={slow:g}"
+        return self._judge(suspects, ranks, limit)
 
     def find_late(self, ranks: Mapping[int, int]) -> Failure | None:
         """Return the failure of a worker for which others have waited longer than `timeout_s`, or None."""

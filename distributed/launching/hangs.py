@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from distributed.launching.heartbeat import Phase, Progress
 
-SLOW = 10  # a part of training that is slow by its nature may take this many times `hang_timeout`
+SLOW = 10  # a part of training that is slow by its nature may take this many times `hang_timeout`, unless `hang_timeout_slow` is set
 _STEPS = 5  # a part of an update may take this many times the median duration of an update
 _MOST = 0.8  # share of the time limit of collectives; below 1, because the agent looks only at intervals
 _KEPT = 31  # number of durations from which the median is taken
@@ -49,12 +49,14 @@ class HangWatch:
     is the one for which the others wait. A worker outside of a fit never counts as hanging, because its script may do anything.
 
     Args:
-        hang_timeout: seconds that a part of an update may take. A part of training that is slow by its nature, such as a save, may
-            take `SLOW` times as long. Both limits rise if updates take long.
+        hang_timeout: seconds that a part of an update may take.
+        hang_timeout_slow: seconds that a part of training may take that is slow by its nature, such as a save. 0 means no limit, and
+            None `SLOW` times `hang_timeout`. Both limits rise if updates take long.
     """
 
-    def __init__(self, hang_timeout: float) -> None:
+    def __init__(self, hang_timeout: float, hang_timeout_slow: float | None = None) -> None:
         self._timeout_s = hang_timeout
+        self._slow_s = SLOW * hang_timeout if hang_timeout_slow is None else hang_timeout_slow or math.inf
         self._seen: dict[int, _Seen] = {}
         self._durations: collections.deque[float] = collections.deque(maxlen=_KEPT)
 
@@ -113,7 +115,7 @@ class HangWatch:
         if progress.phase is Phase.SCRIPT:
             return math.inf
         usual_s = statistics.median(self._durations) if self._durations else 0.0
-        return max(self._timeout_s * (SLOW if progress.is_slow else 1), _STEPS * usual_s)
+        return max(self._slow_s if progress.is_slow else self._timeout_s, _STEPS * usual_s)
 
 
 def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *, is_alone: bool) -> int | None:

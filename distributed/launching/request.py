@@ -278,6 +278,9 @@ class LaunchRequest:
     hang_timeout: float | None = (
         None  # seconds after which a rank that stands still in an update is reported as hanging; 0 or None: never
     )
+    hang_timeout_slow: float | None = (
+        None  # the same in work that is slow by its nature; 0: never; None: a multiple of `hang_timeout`
+    )
     verbose: bool = True
     again: str = ""  # the command that resumes this run, shown after a signal ended it
     live: bool | None = None  # whether to show a progress bar; None: only if the output is a terminal
@@ -320,7 +323,8 @@ class LaunchRequest:
 
 _FROM_CONFIG = (
     "min_nproc_per_node", "min_nodes", "elastic_interval_s", "node_rank", "master_addr", "master_port", "max_restarts",
-    "restart_on_exception", "monitor_interval", "start_timeout", "node_timeout", "timeout_s", "hang_timeout", "verbose",
+    "restart_on_exception", "monitor_interval", "start_timeout", "node_timeout", "timeout_s", "hang_timeout",
+    "hang_timeout_slow", "verbose",
 )  # fmt: skip
 
 

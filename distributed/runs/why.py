@@ -26,7 +26,7 @@ from distributed.runs.recorded import read_recorded
 STANDING = "standing still"  # verdict on a run that goes on, but has not shown progress for long
 _ENDS = ("finished", "preempted")
 _HANG_TIMEOUT_S = 60.0  # the default of `hang_timeout`
-_SLOW = 10  # a start may take this many times `hang_timeout`
+_SLOW = 10  # a start may take this many times `hang_timeout`, unless `hang_timeout_slow` is set
 _USUAL = 5  # a run may be silent for this many times the longest time between two log lines
 _LONG = 4  # a cause with at least this many lines is shortened
 _MOST_TEXT = 4000  # characters of a text of the journal
@@ -288,13 +288,16 @@ def _silence(
     last = max([*times[-1:], *(event["time"] for event in events[-1:])], default=state.changed)
     gaps = [later - earlier for earlier, later in zip(times, times[1:], strict=False) if later > earlier]
     usual_s = statistics.median(gaps) if gaps else None
-    timeout_s = _hang_timeout(run) * (1 if times else _SLOW)
-    return max(0.0, time.time() - last), usual_s, max(timeout_s, _USUAL * max(gaps, default=0.0))
+    return max(0.0, time.time() - last), usual_s, max(_limit_s(run, bool(times)), _USUAL * max(gaps, default=0.0))
 
 
-def _hang_timeout(run: RunDirectory) -> float:
-    value = _recorded(run).get("hang_timeout")
-    return float(value) if is_number(value) and value and value > 0 else _HANG_TIMEOUT_S
+def _limit_s(run: RunDirectory, has_begun: bool) -> float:
+    """Return the seconds without progress after which a run stands still, in an update or before the first one."""
+    own, slow = (_recorded(run).get(name) for name in ("hang_timeout", "hang_timeout_slow"))
+    usual_s = float(own) if is_number(own) and own and own > 0 else _HANG_TIMEOUT_S
+    if has_begun:
+        return usual_s
+    return float(slow) if is_number(slow) and slow and slow > 0 else _SLOW * usual_s
 
 
 def _recorded(run: RunDirectory) -> Mapping[str, Any]:

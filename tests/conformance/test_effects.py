@@ -45,7 +45,7 @@ OF_SUITE = {
 }
 # Adapters read these for an error, a default or the rendezvous. TESTED names the tests of these settings.
 OF_ALL = {
-    "backend", "address", "communication_backend", "timeout_s", "start_timeout", "epochs", "max_steps", "monitor",
+    "backend", "address", "communication_backend", "timeout_s", "start_timeout", "hang_timeout", "epochs", "max_steps", "monitor",
     "checkpoint_trainable_only", "init_from", "data.presharded", "data.remove_unused_columns", "profile",
     "num_nodes", "min_nodes", "master_addr", "nproc_per_node", "min_nproc_per_node", "num_gpus", "gpus_per_node", "device", "wait",
 }  # fmt: skip

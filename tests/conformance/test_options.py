@@ -518,6 +518,7 @@ TESTED = {  # setting -> a test of its effect or of its refusal
     "monitor_interval": HERE_TESTS + "test_monitor_interval_is_the_longest_wait_between_two_looks",
     "max_restarts": LAUNCH + "test_no_restart_is_left_for_a_worker_that_always_dies",
     "hang_timeout": RESUME + "test_a_rank_that_hangs_is_named_and_changes_no_bit",
+    "hang_timeout_slow": RESUME + "test_a_save_that_hangs_has_a_limit_of_its_own",
     "restart_on_exception": LAUNCH + "test_an_exception_restarts_where_asked",
     "max_failed_saves": "unit/test_checkpoint.py::test_max_failed_saves_is_the_number_that_ends_training",
     "auto_micro_batch": "conformance/test_out_of_memory.py::test_half_the_micro_batch_gives_the_weights_of_a_run_that_began_with_it",

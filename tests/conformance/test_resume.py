@@ -99,6 +99,15 @@ def test_a_rank_that_hangs_is_named_and_changes_no_bit(run_cli, tmp_path, clean)
     assert_same(tmp_path, clean)
 
 
+def test_a_save_that_hangs_has_a_limit_of_its_own(run_cli, tmp_path, clean):
+    """`hang_timeout` itself is 60 s."""
+    done = run_cli(arguments(tmp_path, [["loop-save", 8, 1]], "--set", "hang_timeout_slow=4"), timeout=60)
+    assert done.returncode == 0, done.output
+    (warning,), _ = hung(done, tmp_path)
+    assert "rank 1 hangs in step " in warning and "no progress for 4 s (hang_timeout_slow=4)" in warning
+    assert_same(tmp_path, clean)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["loop-step", "loop-data", "STOP-forward", "loop-validation", "loop-save"])
 def test_a_rank_may_hang_anywhere(run_cli, tmp_path, clean, kind):

@@ -88,7 +88,8 @@ class Run:
         command = [
             *self.machines.on(node), sys.executable, "-m", "distributed.cli", "train", "--script", JOB, "--backend",
             self.kind.backend, "--device", "cpu", "--nproc-per-node", 2 // self.kind.num_nodes, "--run-dir", "run", "--max-restarts",
-            "100000", "--set", "restart_on_exception=true", "--set", "hang_timeout=3", *(many if self.kind.num_nodes > 1 else []), *more,
+            "100000", "--set", "restart_on_exception=true", "--set", "hang_timeout=3", "--set", "hang_timeout_slow=10",
+            *(many if self.kind.num_nodes > 1 else []), *more,
         ]  # fmt: skip
         environ = clean_environment(**self._env, TMPDIR=str(self.machines.homes[node] / "tmp"))
         return Started(list(map(str, command)), self._directory, None, environ, fresh=True)

@@ -68,6 +68,14 @@ def test_what_is_slow_by_its_nature_may_take_ten_times_as_long(phase):
     assert watched(watch, 2.0, progress).keys == (0, 1)
 
 
+def test_the_limit_of_what_is_slow_by_its_nature_is_a_setting():
+    slow, quick = {0: at(31, 8, Phase.SAVING, is_slow=True)}, {0: at(31, 8)}
+    assert watched(HangWatch(3.0, 5.0), 4.9, slow) is None
+    assert watched(HangWatch(3.0, 5.0), 5.2, slow).keys == (0,)
+    assert watched(HangWatch(3.0, 0.0), 10_000, slow, poll_s=1.0) is None  # no limit
+    assert watched(HangWatch(3.0, 0.0), 3.2, quick).keys == (0,)
+
+
 def test_nothing_hangs_outside_of_a_fit_nor_the_ranks_that_wait_for_a_script():
     assert watched(HangWatch(1.0), 1000, {0: at(31, 8, Phase.SCRIPT), 1: at(40, 8)}, poll_s=1.0) is None
     assert watched(HangWatch(1.0), 1000, {0: at(0, 0, Phase.SCRIPT, fit=0)}, poll_s=1.0) is None
@@ -292,6 +300,16 @@ def test_a_hang_names_rank_step_and_the_directory_with_a_file_for_each_rank(chec
         .read_text()
         .startswith("rank 1, process 0: in step 8 (training)\n\nThe process did not")
     )
+
+
+@pytest.mark.parametrize(
+    ("slow", "limit"), [(None, "no progress for 20 s (10 times hang_timeout=2)"), (4.0, "4 s (hang_timeout_slow=4)")]
+)
+def test_a_hang_in_a_save_names_its_own_limit(check, slow, limit):
+    make, board, clock, _ = check
+    train(board, 9, 8)
+    board._slot(1)[3] = 1  # what it does is slow by its nature
+    assert limit in str(stand(board, clock, make(hang_timeout=2.0, hang_timeout_slow=slow), 21))
 
 
 @pytest.mark.parametrize("off", [None, 0.0])

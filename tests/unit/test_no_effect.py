@@ -62,7 +62,7 @@ OFF = {
     "scaler_init_scale", "scaler_growth_interval", "scheduler_interval", "mlflow_checkpoint", "profile_wait",
     "profile_warmup", "profile_active", "tensorboard_histograms", "warmup_start", "elastic_interval_s", "min_nproc_per_node",
 }  # fmt: skip
-LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception", "hang_timeout"}
+LAUNCHERS_OWN = {"monitor_interval", "max_restarts", "restart_on_exception", "hang_timeout", "hang_timeout_slow"}
 RESTARTED = {
     "auto_micro_batch",
     "snapshot_every_n_steps",
@@ -229,6 +229,13 @@ def test_what_fit_leaves_to_itself_is_no_flag_that_is_missing():
     backend = situation("pytorch-ddp", {"master_port": 9999, "max_restarts": 3}, "nobody", 2, 2).backend
     request = LaunchRequest("run", payload="job", max_restarts=3)
     assert without_effect(Situation(backend, request)) == {"master_port": "fit chooses it"}
+
+
+def test_a_limit_of_slow_work_needs_the_watch_for_hangs():
+    slow = {"hang_timeout_slow": 30.0}
+    assert without_effect(situation("pytorch-ddp", slow, "ours", 1, 2)) == {}
+    off = without_effect(situation("pytorch-ddp", {**slow, "hang_timeout": 0}, "ours", 1, 2))
+    assert off == {"hang_timeout_slow": "hang_timeout is 0"}
 
 
 def test_workers_on_a_cluster_that_ray_joined_meet_at_the_port():
