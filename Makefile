@@ -27,8 +27,7 @@ demo: $(DEMO_STAMP)
 test: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST)
 
-# The conformance suite on the engines of torch that `make test` tests in other ways only, Ray on one machine, and, as root, random
-# faults.
+# The conformance suite on the engines of torch that `make test` tests in other ways only, Ray on one machine, and further kills.
 conformance: $(STAMP) $(HOROVOD_STAMP)
 	$(BIN)/python -m distributed.testing horovod:2 'deepspeed[zero_stage=3]:2'
 	$(PYTEST) -m 'conformance and not full' --dist loadgroup

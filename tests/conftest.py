@@ -61,7 +61,7 @@ def pytest_configure() -> None:
 # Files that take twenty seconds or more, the longest first. `make test` distributes whole files in this order, so that no
 # process has to run a long file alone at the end.
 LONGEST = (
-    "test_pages", "test_every_backend", "test_tensorflow", "test_ray", "test_fit_from_script", "test_tuner", "test_many_nodes",
+    "test_pages", "test_every_backend", "test_tensorflow", "test_soak", "test_ray", "test_fit_from_script", "test_tuner", "test_many_nodes",
     "test_horovod", "test_learning_pages", "test_object_storage", "test_parity", "test_deepspeed", "test_seeds", "test_launch",
     "test_mlflow", "test_readme", "test_doors", "test_submit_slurm", "test_ray_cluster", "test_options", "test_failures", "test_signals",
     "test_resume", "test_foreign_launchers", "test_examples", "test_elastic", "test_tune", "test_keras", "test_node_server", "test_own_loop",

@@ -11,11 +11,11 @@ import pytest
 from tests.faults.soak import KINDS, Kind, faults_of, soak
 
 pytestmark = pytest.mark.timeout(900)
-MARKS = {"pytorch-ddp": pytest.mark.conformance}  # as root; the other kinds are long
+SHORT = "pytorch-ddp"
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, id=name, marks=MARKS.get(name, pytest.mark.full)) for name, kind in KINDS.items()]
+    "kind", [pytest.param(kind, id=name, marks=[pytest.mark.full] * (name != SHORT)) for name, kind in KINDS.items()]
 )
 def test_nothing_is_lost_and_nothing_is_left(kind: Kind) -> None:
     """The seed is new in each run, and the message of a failure has it."""

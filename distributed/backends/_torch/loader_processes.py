@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
 import os
 import signal
 import threading
@@ -63,7 +65,21 @@ def stop_workers(batches: Any) -> None:
     Workaround (torch 2.13, pytorch/pytorch#64766; may go when a loader has a public method for this): torch stops them
     when the iterator is deleted, and a traceback delays the deletion.
     """
-    if (stop := getattr(batches, "_shutdown_workers", None)) is not None:
+    if (stop := getattr(batches, "_shutdown_workers", None)) is None:
+        return
+    workers = batches._workers
+    if any(
+        worker.exitcode for worker in workers
+    ):  # one was killed, perhaps while it held the lock of the event that torch sets now
+        for worker in workers:
+            worker.kill()
+        for worker in workers:
+            worker.join()
+        batches._workers_done_event = multiprocessing.Event()
+    with (
+        contextlib.suppress(RuntimeError),
+        _deaths.raised(),
+    ):  # if one is killed now, torch waits for that lock until the handler raises
         stop()
 
 
@@ -77,13 +93,14 @@ class _Deaths:
 
     def __init__(self) -> None:
         self._of_torch: Callable[[int, Any], Any] | None = None
-        self._is_reading = False
+        self._may_raise = False
         self._found: RuntimeError | None = None
 
     def take_over(self) -> None:
         """Take the place of torch's handler, which torch sets when it starts the first process of a loader."""
         if threading.current_thread() is not threading.main_thread():
             return  # torch has no handler then
+        self._found = None  # of an earlier loader; one that is still read notices within 5 s that its process is gone
         handler = signal.getsignal(signal.SIGCHLD)
         if callable(handler) and handler.__module__ == "torch.utils.data._utils.signal_handling":
             self._of_torch = handler
@@ -91,21 +108,27 @@ class _Deaths:
 
     def read(self, batches: Iterator[Any]) -> Any:
         """Return the next batch. Raises RuntimeError if a process has been killed, now or since the last call."""
-        self._is_reading = True
-        try:
+        with self.raised():
             if self._found is not None:
                 found, self._found = self._found, None
                 raise found
             return next(batches)
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Let the handler raise RuntimeError within the block."""
+        self._may_raise = True
+        try:
+            yield
         finally:
-            self._is_reading = False
+            self._may_raise = False
 
     def _handle(self, number: int, frame: Any) -> None:
         assert self._of_torch is not None
         try:
             self._of_torch(number, frame)
         except RuntimeError as error:
-            if self._is_reading:
+            if self._may_raise:
                 raise
             self._found = error
 
