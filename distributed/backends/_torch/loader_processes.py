@@ -68,18 +68,15 @@ def stop_workers(batches: Any) -> None:
     if (stop := getattr(batches, "_shutdown_workers", None)) is None:
         return
     workers = batches._workers
-    if any(
-        worker.exitcode for worker in workers
-    ):  # one was killed, perhaps while it held the lock of the event that torch sets now
+    if any(worker.exitcode for worker in workers):
+        # The one that was killed may have held the lock of the event that torch sets to stop the others.
         for worker in workers:
             worker.kill()
         for worker in workers:
             worker.join()
         batches._workers_done_event = multiprocessing.Event()
-    with (
-        contextlib.suppress(RuntimeError),
-        _deaths.raised(),
-    ):  # if one is killed now, torch waits for that lock until the handler raises
+    # If one is killed now, torch waits for that lock until its handler raises an error.
+    with contextlib.suppress(RuntimeError), _deaths.raised():
         stop()
 
 
