@@ -207,7 +207,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
         check_can_be_cut(self.plain, "DeepSpeed", allows_sparse=self.stage == 0)
         if self.stage:
             allows_any = bool(self.own_config.get("zero_allow_untested_optimizer"))
-            engine.check(self.plain, self.optimizer, allows_any=allows_any)
+            engine.check(self.plain, self.optimizer, self.stage, allows_any=allows_any)
         if self.device.type == "cpu" and (self.options.offloads("optimizer") or self.options.offloads("param")):
             notices.append("offloading frees no memory here: on CPUs all memory is host memory")
         return notices

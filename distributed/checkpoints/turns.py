@@ -72,9 +72,6 @@ class Turns:
 
         A thread polls the store, because a call to a hung store never returns.
         """
-        ranks = [*itertools.dropwhile(lambda rank: self._is_over(self._look(rank)), ranks)]
-        if not ranks:
-            return
         signs: queue.SimpleQueue[int | RuntimeError | None] = queue.SimpleQueue()
         given_up = threading.Event()
         args = (ranks, signs, given_up)

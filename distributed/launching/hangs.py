@@ -73,9 +73,9 @@ class HangWatch:
         least = min(seen.progress.beats for seen in self._seen.values())
         behind = {key: seen for key, seen in self._seen.items() if seen.progress.beats == least}
         still_s = min(seen.still_s for seen in behind.values())
-        if still_s < max(self._limit_of(seen.progress) for seen in behind.values()):
+        progress = max((seen.progress for seen in behind.values()), key=self._limit_of)
+        if still_s < self._limit_of(progress):
             return None
-        progress = next(iter(behind.values())).progress
         return Suspects(tuple(behind), progress, still_s, self._is_another_ahead(progress))
 
     def standing(self, keys: Collection[int], timeout_s: float) -> Suspects | None:

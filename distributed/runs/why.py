@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import signal
@@ -297,7 +298,9 @@ def _limit_s(run: RunDirectory, has_begun: bool) -> float:
     usual_s = float(own) if is_number(own) and own and own > 0 else _HANG_TIMEOUT_S
     if has_begun:
         return usual_s
-    return float(slow) if is_number(slow) and slow and slow > 0 else _SLOW * usual_s
+    if slow is None or not is_number(slow):
+        return _SLOW * usual_s
+    return float(slow) if slow > 0 else math.inf
 
 
 def _recorded(run: RunDirectory) -> Mapping[str, Any]:

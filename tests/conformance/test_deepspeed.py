@@ -232,6 +232,37 @@ def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path, worlds)
                 assert found[key] == value, (world, name, key)
 
 
+OWN_STATE = """
+import sys, torch
+from torch.utils.data import TensorDataset
+from distributed import Trainer
+
+class Detached(torch.nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "weight"], destination[prefix + "bias"] = self.weight.detach() * 1, self.bias
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(Detached(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+data = TensorDataset(torch.randn(32, 6), torch.randn(32, 1))
+trainer = Trainer(model, loss_fn=torch.nn.functional.mse_loss, epochs=1, global_batch_size=8, deepspeed={"zero_stage": 3})
+trainer.fit(data)
+trainer.save(sys.argv[1])
+"""
+
+
+def test_a_model_that_makes_other_tensors_for_its_state_is_saved_whole(run_cli_once, tmp_path):
+    (tmp_path / "train.py").write_text(OWN_STATE)
+    command = ["train", "--script", str(tmp_path / "train.py"), "--backend", "deepspeed", "--nproc-per-node", "2"]
+    last = tmp_path / "last.safetensors"
+    done = run_cli_once([*command, "--run-dir", str(tmp_path / "run"), "--", str(last)], timeout=120)
+    assert done.returncode == 0, done.output
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step-*")
+    stored, _ = read_tensors(checkpoint / "model")
+    assert {name: bytes(stored[name].read()) for name in stored} == {
+        name: value.tobytes() for name, value in load_file(last).items()
+    }
+
+
 def tensors(saved):
     """Return shape and bytes of all weights and of the optimizer state of a checkpoint."""
     (checkpoint,) = saved.glob("step-*")

@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from distributed.backends._torch.loader_processes import read_loader  # noqa: E402
+from distributed.backends._torch.loader_processes import read_loader, stop_workers  # noqa: E402
 
 
 class Numbers(Dataset[Any]):
@@ -73,3 +73,10 @@ def test_whole_epochs_with_persistent_processes() -> None:
     )
     for _ in range(2):
         assert [batch[0].tolist() for batch in read_loader(loader)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+        assert not is_torchs_handler()
+    stop_workers(loader._iterator)
+    assert is_torchs_handler()  # which reports the death of a process of the script's own loader at once
+
+
+def is_torchs_handler() -> bool:
+    return signal.getsignal(signal.SIGCHLD).__module__ == "torch.utils.data._utils.signal_handling"

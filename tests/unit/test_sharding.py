@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from distributed.backends._torch import sharding  # noqa: E402
 from distributed.backends._torch.sharding import StandIns  # noqa: E402
+from distributed.backends._torch.tensors import saves_its_parameters  # noqa: E402
 from distributed.checkpoints import digests  # noqa: E402
 from distributed.checkpoints.shards import read_tensors  # noqa: E402
 from distributed.state import WorkerContext  # noqa: E402
@@ -63,7 +64,7 @@ def test_a_stand_in_has_no_memory_and_a_parameter_takes_its_place() -> None:
     value = torch.arange(6.0)
     found = stand_ins.make(torch.Size([1000, 1000]), value, 1999)
     assert (found.shape, found.dtype) == ((1000, 1000), torch.float32)
-    assert found.untyped_storage().nbytes() == 4
+    assert found.untyped_storage().nbytes() == 4 and found[3, 4].isnan()
     pieces = stand_ins.pieces(found)
     assert pieces is not None
     assert [(start, piece.tolist()) for start, piece in pieces] == [
@@ -75,6 +76,26 @@ def test_a_stand_in_has_no_memory_and_a_parameter_takes_its_place() -> None:
     assert (parameter.shape, parameter.dtype) == (found.shape, torch.float32)
     assert stand_ins.pieces(parameter) is pieces
     assert stand_ins.pieces(value) is None
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torch_reads_files_of_pieces_and_whole_tensors(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    tensors = {"w": torch.randn(5, 3), "b": torch.randn(5)}
+    saved(tmp_path / "model", tensors, [dict.fromkeys(tensors, 0), {"w": 7, "b": 2}, {"w": 15, "b": 5}])
+    target = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()} | {"step": torch.tensor(0.0)}
+    dcp.load(target, storage_reader=HuggingFaceStorageReader(str(tmp_path / "model")), no_dist=True)
+    for name, tensor in (tensors | {"step": torch.tensor(3.0)}).items():
+        assert torch.equal(target[name], tensor)
+
+
+def test_a_model_that_makes_other_tensors_for_its_state_is_told_from_one_that_does_not() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    assert saves_its_parameters(model)
+    model[0].register_state_dict_post_hook(lambda module, state, *_: state.update(weight=module.weight.detach()))
+    assert not saves_its_parameters(model)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (4, 6)])

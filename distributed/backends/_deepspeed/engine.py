@@ -14,7 +14,7 @@ import torch
 from distributed.backends._deepspeed.partitions import Partitions, iterate, stand_in, with_whole
 from distributed.backends._deepspeed.precision import LossScale
 from distributed.backends._torch.sharding import StandIns
-from distributed.backends._torch.tensors import named_parameters
+from distributed.backends._torch.tensors import named_parameters, saves_its_parameters
 from distributed.backends._torch.world import TorchWorld
 from distributed.errors import ConfigError
 
@@ -22,13 +22,13 @@ from distributed.errors import ConfigError
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "ASGD")
 
 
-def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_any: bool) -> None:
-    """Raise ConfigError for a model or optimizer that stages 1 to 3 cannot partition."""
-    name = type(optimizer).__name__
-    is_known = type(optimizer).__module__.startswith("torch.optim") and name in _ELEMENTWISE
+def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, stage: int, *, allows_any: bool) -> None:
+    """Raise ConfigError for a model or optimizer that `stage`, 1 to 3, cannot partition."""
+    kind = type(optimizer).__name__
+    is_known = type(optimizer).__module__.startswith("torch.optim") and kind in _ELEMENTWISE
     if not is_known and not allows_any:
         raise ConfigError(
-            f"the optimizer {name} may need more of a parameter than the shard that ZeRO gives it: use"
+            f"the optimizer {kind} may need more of a parameter than the shard that ZeRO gives it: use"
             f" {', '.join(_ELEMENTWISE[:3])}, or set zero_allow_untested_optimizer=true in deepspeed_config if it does not"
         )
     kinds = sorted({str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype != torch.float32})
@@ -36,6 +36,12 @@ def check(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, allows_an
         raise ConfigError(
             f"the model has trainable parameters of {' and '.join(kinds)}, but ZeRO keeps them in float32: build the model in"
             " float32, with mixed_precision='bf16' for 16 bits in the forward pass"
+        )
+    if name := next(
+        (name for name, p in model.named_parameters() if not p.numel() and (p.requires_grad or stage == 3)), ""
+    ):
+        raise ConfigError(
+            f"{name} has no elements, and DeepSpeed cannot cut it: remove it, or use backend='pytorch-ddp'"
         )
     for number, group in enumerate(optimizer.param_groups):
         if not any(p.requires_grad for p in group["params"]):
@@ -205,7 +211,8 @@ class Engine:
         """Yield the optimizer in the form in which each rank saves its pieces.
 
         Within the block, the model's parameters are fp32 and have their whole shapes. A partitioned tensor is a stand-in, and
-        `sharding.write` writes this rank's pieces of it. A frozen parameter is whole on the main process. A collective at stage 3.
+        `sharding.write` writes this rank's pieces of it. A frozen parameter is whole on the main process, and so are all others if the
+        model makes other tensors from them for its state. A collective.
         """
         if not self.stage:
             yield self.optimizer
@@ -213,12 +220,13 @@ class Engine:
         stand_ins, before = StandIns(), {p: p.data for p in self.model.parameters()}
         optimizer = stand_in(self.optimizer, self.groups, self.partitions.state(self.optimizer, stand_ins))
         try:
-            if not self.is_released:
+            is_cut = not self.is_released and saves_its_parameters(self.model)
+            if is_cut:
                 for parameter, value in self.partitions.weights(stand_ins).items():
                     stand_ins.set_data(parameter, value)
-                for parameter, value in self._frozen():
-                    if self._world.context.is_main_process:
-                        parameter.data = value.cpu()
+            for parameter, value in self._frozen() if is_cut else self._weights():
+                if self._world.context.is_main_process:
+                    parameter.data = value.cpu()
             with stand_ins.written():
                 yield optimizer
         finally:

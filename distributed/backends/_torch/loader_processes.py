@@ -46,7 +46,7 @@ def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
     batches = iter(loader)
     try:
         if loader.num_workers:
-            _deaths.take_over()
+            _deaths.take_over(batches)
             while True:
                 try:
                     batch = _deaths.read(batches)
@@ -78,6 +78,7 @@ def stop_workers(batches: Any) -> None:
     # If one is killed now, torch waits for that lock until its handler raises an error.
     with contextlib.suppress(RuntimeError), _deaths.raised():
         stop()
+    _deaths.give_back(batches)
 
 
 class _Deaths:
@@ -90,18 +91,27 @@ class _Deaths:
 
     def __init__(self) -> None:
         self._of_torch: Callable[[int, Any], Any] | None = None
+        self._running: set[int] = set()  # ids of the iterators of loaders whose processes have not been stopped
         self._may_raise = False
         self._found: RuntimeError | None = None
 
-    def take_over(self) -> None:
+    def take_over(self, batches: Iterator[Any]) -> None:
         """Take the place of torch's handler, which torch sets when it starts the first process of a loader."""
         if threading.current_thread() is not threading.main_thread():
             return  # torch has no handler then
+        self._running.add(id(batches))
         self._found = None  # of an earlier loader; one that is still read notices within 5 s that its process is gone
         handler = signal.getsignal(signal.SIGCHLD)
-        if callable(handler) and handler.__module__ == "torch.utils.data._utils.signal_handling":
+        if callable(handler) and getattr(handler, "__module__", "") == "torch.utils.data._utils.signal_handling":
             self._of_torch = handler
             signal.signal(signal.SIGCHLD, self._handle)
+
+    def give_back(self, batches: Iterator[Any]) -> None:
+        """Put torch's handler back when the processes of all loaders have been stopped, for loaders of the script."""
+        self._running.discard(id(batches))
+        if not self._running and self._of_torch is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
+            with contextlib.suppress(ValueError):  # this is not the main thread
+                signal.signal(signal.SIGCHLD, self._of_torch)
 
     def read(self, batches: Iterator[Any]) -> Any:
         """Return the next batch. Raises RuntimeError if a process has been killed, now or since the last call."""
@@ -113,12 +123,12 @@ class _Deaths:
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """Let the handler raise RuntimeError within the block."""
-        self._may_raise = True
+        """Let the handler raise RuntimeError within the block. It runs in the main thread."""
+        before, self._may_raise = self._may_raise, threading.current_thread() is threading.main_thread()
         try:
             yield
         finally:
-            self._may_raise = False
+            self._may_raise = before
 
     def _handle(self, number: int, frame: Any) -> None:
         assert self._of_torch is not None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -35,11 +36,11 @@ class StandIns:
     def make(self, shape: torch.Size, flat: torch.Tensor, start: int) -> torch.Tensor:
         """Return a stand-in for a tensor of `shape`. `flat` has the elements from `start` on, row-major, that this rank holds.
 
-        A tensor without elements is not replaced.
+        Its one element, which stands for all, is NaN if its type has NaN. A tensor without elements is not replaced.
         """
         if shape.numel() == 0:
             return torch.empty(shape, dtype=flat.dtype)
-        found = torch.empty((), dtype=flat.dtype).expand(shape)
+        found = torch.full((), math.nan if flat.is_floating_point() else 0, dtype=flat.dtype).expand(shape)
         self._pieces[id(found)] = found, _boxes(shape, flat, start)
         return found
 
@@ -170,7 +171,8 @@ def write(
     whole = {name: tensor for name, tensor in tensors.items() if context.is_main_process and name not in pieces}
     for number in range(max(1, *map(len, pieces.values()))):
         layer = {name: found[number] for name, found in pieces.items() if number < len(found)}
-        of_pieces = sharding_metadata({name: start for name, (start, _) in layer.items()})
+        starts = {name: (0,) * tensor.dim() for name, tensor in whole.items()}
+        of_pieces = sharding_metadata(starts | {name: start for name, (start, _) in layer.items()})
         part = f"{stem}-{number}" if number else stem
         name = f"{part}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
         write_file(directory / name, {name: piece for name, (_, piece) in layer.items()} | whole, of_pieces | metadata)

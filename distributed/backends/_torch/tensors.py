@@ -189,7 +189,23 @@ def _filled_by_a_copy(model: torch.nn.Module) -> set[int]:
 
 def _loads_as_torch_does(module: torch.nn.Module) -> bool:
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
-    functions = (module._load_from_state_dict, *(hook for each in hooks for hook in each.values()))
+    return _are_torchs(module._load_from_state_dict, *(hook for each in hooks for hook in each.values()))
+
+
+def saves_its_parameters(model: torch.nn.Module) -> bool:
+    """Return whether `state_dict` returns the parameters themselves, and nothing that code of the script makes from them."""
+    bare = unwrap(model)
+    is_torchs = getattr(bare.state_dict, "__func__", None) is torch.nn.Module.state_dict
+    return is_torchs and all(map(_saves_as_torch_does, bare.modules()))
+
+
+def _saves_as_torch_does(module: torch.nn.Module) -> bool:
+    hooks = (module._state_dict_hooks, module._state_dict_pre_hooks)
+    functions = (hook for each in hooks for hook in each.values())
+    return _are_torchs(module._save_to_state_dict, module.get_extra_state, *functions)
+
+
+def _are_torchs(*functions: Any) -> bool:
     return all(str(getattr(each, "__module__", "")).startswith("torch.") for each in functions)
 
 
