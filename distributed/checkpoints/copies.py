@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +119,9 @@ class Copies:
     def _send(self, path: Path, copy: Path | None, source: int) -> None:
         """Send the files in `path` of the rank `source` to the ranks that have a `copy`."""
         sizes: dict[str, int] = self._broadcast(lambda: _sizes(path), source)
-        for name, size in sizes.items():
-            for start in range(0, max(size, 1), _CHUNK_BYTES):
-                data = self._broadcast(lambda: _part(path / name, start), source)  # noqa: B023
-                self._agreement.on_all(lambda: None if copy is None else _add(copy / name, data, start))  # noqa: B023
+        for chunk in _chunks(sizes):
+            data = self._broadcast(lambda: [_part(path / name, *part) for name, *part in chunk], source)  # noqa: B023
+            self._agreement.on_all(lambda: None if copy is None else _add_all(copy, chunk, data))  # noqa: B023
 
     def _broadcast(self, read: Callable[[], Any], source: int) -> Any:
         """Return on all ranks what `read` returns on the rank `source`. All ranks raise its error."""
@@ -165,10 +164,32 @@ def _sizes(path: Path) -> dict[str, int]:
     return {str(file.relative_to(path)): file.stat().st_size for file in sorted(path.rglob("*")) if file.is_file()}
 
 
-def _part(path: Path, start: int) -> bytes:
+def _chunks(sizes: Mapping[str, int]) -> Iterator[list[tuple[str, int, int]]]:
+    """Yield the parts of files that are sent together, of at most `_CHUNK_BYTES` bytes: (name, first byte, bytes)."""
+    chunk: list[tuple[str, int, int]] = []
+    left = _CHUNK_BYTES
+    for name, size in sizes.items():
+        start = 0
+        while start < size or not start:
+            if not left:
+                yield chunk
+                chunk, left = [], _CHUNK_BYTES
+            count = min(left, size - start)
+            chunk.append((name, start, count))
+            start, left = start + max(count, 1), left - count
+    if chunk:
+        yield chunk
+
+
+def _part(path: Path, start: int, count: int) -> bytes:
     with open(path, "rb") as file:
         file.seek(start)
-        return file.read(_CHUNK_BYTES)
+        return file.read(count)
+
+
+def _add_all(directory: Path, chunk: Sequence[tuple[str, int, int]], data: Sequence[bytes]) -> None:
+    for (name, start, _), part in zip(chunk, data, strict=True):
+        _add(directory / name, part, start)
 
 
 def _add(path: Path, data: bytes, start: int) -> None:
