@@ -36,20 +36,21 @@ SLOW_S = 12.0  # the output of a run that takes longer is printed
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of run: two processes, on one or two nodes."""
+    """A kind of run: two processes, on one or two nodes. Two nodes share the directory of the checkpoints, and nothing else."""
 
     name: str
     backend: str
     num_nodes: int = 1
     loaders: int = 0
+    is_async: bool = False  # whether checkpoints are written in the background
 
 
 KINDS = {
     each.name: each
     for each in (
         Kind("pytorch-ddp", "pytorch-ddp", loaders=1),
-        Kind("fsdp", "fsdp"),
-        Kind("two-nodes", "pytorch-ddp", num_nodes=2),
+        Kind("fsdp", "fsdp", is_async=True),
+        Kind("two-nodes", "pytorch-ddp", num_nodes=2, is_async=True),
     )
 }
 
@@ -85,11 +86,18 @@ class Run:
     def begin(self, node: int, *more: str) -> Started:
         """Start the launcher of a node."""
         many = ["--num-nodes", "2", "--node-rank", node, "--master-addr", "10.99.0.1", "--master-port", PORT]
+        many += ["--checkpoint-dir", self._saved]
+        options = {
+            "restart_on_exception": True,
+            "hang_timeout": 3,
+            "hang_timeout_slow": 10,
+            "checkpoint_async": self.kind.is_async,
+        }
         command = [
             *self.machines.on(node), sys.executable, "-m", "distributed.cli", "train", "--script", JOB, "--backend",
             self.kind.backend, "--device", "cpu", "--nproc-per-node", 2 // self.kind.num_nodes, "--run-dir", "run", "--max-restarts",
-            "100000", "--set", "restart_on_exception=true", "--set", "hang_timeout=3", "--set", "hang_timeout_slow=10",
-            *(many if self.kind.num_nodes > 1 else []), *more,
+            "100000", *(f"--set={name}={str(value).lower()}" for name, value in options.items()), *(many if self.kind.num_nodes > 1 else []),
+            *more,
         ]  # fmt: skip
         environ = clean_environment(**self._env, TMPDIR=str(self.machines.homes[node] / "tmp"))
         return Started(list(map(str, command)), self._directory, None, environ, fresh=True)
@@ -136,7 +144,12 @@ class Run:
         return self.random.randrange(2)
 
     def checkpoints(self) -> list[Path]:
-        return sorted((self.machines.homes[0] / "run" / "checkpoints").glob("step-*"))
+        return sorted(self._saved.glob("step-*"))
+
+    @property
+    def _saved(self) -> Path:
+        """The directory of the checkpoints."""
+        return self._directory / "shared" if self.kind.num_nodes > 1 else self.machines.homes[0] / "run" / "checkpoints"
 
     def wait_for_end(self) -> None:
         """Wait until all processes of all launchers have ended."""
@@ -182,9 +195,7 @@ class Run:
                 for path in (home / "tmp").iterdir()
                 if not path.name.startswith(_OF_TORCH)
             ]
-            found += [
-                f"file {path.name}" for path in (home / "run").glob("checkpoints/*") if not path.name.startswith(_KEPT)
-            ]
+        found += [f"file {path.name}" for path in self._saved.iterdir() if not path.name.startswith(_KEPT)]
         return found
 
     def output(self) -> str:
@@ -198,7 +209,7 @@ class Run:
 
 
 _OF_TORCH = "torchinductor_"  # torch (2.13) makes one cache per user when it first loads its compiler, and keeps it
-_KEPT = ("step-", "damaged-", "best", "latest")
+_KEPT = ("step-", "damaged-", "best", "latest", ".lock")  # a lock file stays, without a lock
 
 # --------------------------------------------------------------------- faults
 
