@@ -50,9 +50,10 @@ CONDITIONS = {
     ("deepspeed", "mixed_precision=fp16", "on CPUs"): ("device=cpu", "device=cuda"),
     ("deepspeed", "mixed_precision=fp16", "with zero_stage=0"): ("deepspeed.zero_stage=0", "deepspeed.zero_stage=1"),
     ("deepspeed", "mixed_precision=bf16", "with zero_stage=0"): ("deepspeed.zero_stage=0", "deepspeed.zero_stage=3"),
-    ("deepspeed", "checkpoint_trainable_only", "with native_checkpoint"): (
-        "deepspeed.zero_stage=1,deepspeed.native_checkpoint=true", "deepspeed.zero_stage=1",
-    ),
+    **{
+        ("deepspeed", name, "with native_checkpoint"): ("deepspeed.zero_stage=1,deepspeed.native_checkpoint=true", "deepspeed.zero_stage=1")
+        for name in ("checkpoint_trainable_only", "checkpoint_async", "snapshot_every_n_steps")
+    },
     ("deepspeed", "optimizer=adafactor", "with zero_stage above 0"): ("deepspeed.zero_stage=1", "deepspeed.zero_stage=0"),
     ("deepspeed", "optimizer=muon", "with zero_stage above 0"): ("deepspeed.zero_stage=3", "deepspeed.zero_stage=0"),
     ("horovod", "communication_backend=mpi", "in processes that mpirun did not start"): ("device=cpu", "OMPI_COMM_WORLD_SIZE=2"),

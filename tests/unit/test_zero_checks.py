@@ -16,7 +16,9 @@ def test_a_parameter_without_elements(stage: int, is_trained: bool, is_refused: 
     model.register_parameter("empty", torch.nn.Parameter(torch.empty(0, 4), requires_grad=is_trained))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if is_refused:
-        with pytest.raises(ConfigError, match=r"^empty has no elements, and DeepSpeed cannot cut it: remove it, or use"):
+        with pytest.raises(
+            ConfigError, match=r"^empty has no elements, and DeepSpeed cannot cut it: remove it, or use"
+        ):
             check(model, optimizer, stage, allows_any=False)
     else:
         check(model, optimizer, stage, allows_any=False)
