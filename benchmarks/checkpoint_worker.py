@@ -90,16 +90,13 @@ class Contest:
         return actions
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        whole = {id(parameter): (name, parameter.detach()) for name, parameter in self.wrapped.named_parameters()}
+        names = {id(parameter): name for name, parameter in self.wrapped.named_parameters()}
         for number, (parameter, slots) in enumerate(self.optimizer.state.items()):
-            name = f"{_PARTITION}-{self.context.rank}-{number}"  # of all parameters, as DeepSpeed keeps them
-            if id(parameter) in whole:
-                name, tensor = whole.pop(id(parameter))
-                yield name, tensor
+            # DeepSpeed's optimizer has one parameter, which is this rank's part of all of them.
+            name = names.get(id(parameter), f"{_PARTITION}-{self.context.rank}-{number}")
+            yield name, parameter.detach()
             for slot in ("exp_avg", "exp_avg_sq"):
                 yield f"{name}.{slot}", slots[slot]
-        if self.context.is_main_process:
-            yield from whole.values()
 
     def _new(self) -> Path:
         self.made.append(self.directory / f"{next(self._numbers)}-{self.context.rank}")
