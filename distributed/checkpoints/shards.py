@@ -36,9 +36,8 @@ class StoredTensor:
     dtype: str  # as safetensors names it: "F32", "BF16", ...
     shape: tuple[int, ...]
     pieces: tuple[tuple[tuple[int, ...], RawTensor], ...]
-    is_in_order: bool = (
-        False  # whether the elements of `pieces`, one piece after the other, are those of the tensor, row-major
-    )
+    # Whether the elements of `pieces`, one piece after the other, are those of the tensor, row-major.
+    is_in_order: bool = False
 
     def read(self, box: Box | None = None) -> memoryview:
         """Return the bytes of the part `box` (default: of the whole tensor), row-major.

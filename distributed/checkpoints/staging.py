@@ -28,7 +28,7 @@ class Copying:
 
     @property
     def is_on_all_ranks(self) -> bool:
-        """Whether each rank copies a part of the weights, and not only the main process."""
+        """Return whether each rank copies a part of the weights, and not only the main process."""
         return False
 
     def num_bytes(self) -> tuple[int, int]:

@@ -38,12 +38,12 @@ def test_any_cut_of_any_shape_reads_back(tmp_path: Path, monkeypatch: pytest.Mon
     shapes = [tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4))) for _ in range(5)] + [(0, 3), (7,)]
     tensors = {f"w{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
     world_size = draw.randint(1, 4)
-    inner = [
-        {name: sorted(draw.choices(range(tensor.numel() + 1), k=world_size - 1)) for name, tensor in tensors.items()}
-    ]
+    inner = {
+        name: sorted(draw.choices(range(tensor.numel() + 1), k=world_size - 1)) for name, tensor in tensors.items()
+    }
     cuts = [
         dict.fromkeys(tensors, 0),
-        *({name: inner[0][name][number] for name in tensors} for number in range(world_size - 1)),
+        *({name: inner[name][number] for name in tensors} for number in range(world_size - 1)),
         {name: tensor.numel() for name, tensor in tensors.items()},
     ]
     saved(tmp_path / "model", tensors, cuts)

@@ -1,11 +1,14 @@
-"""Models that ZeRO cannot partition are refused before training."""
+"""What is known of a run of ZeRO before its engine exists: models that it cannot partition, and the memory for copies of a state."""
 
 from __future__ import annotations
+
+import types
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from distributed.backends._deepspeed.copying import DeepSpeedCopying  # noqa: E402
 from distributed.backends._deepspeed.engine import check  # noqa: E402
 from distributed.errors import ConfigError  # noqa: E402
 
@@ -22,3 +25,14 @@ def test_a_parameter_without_elements(stage: int, is_trained: bool, is_refused: 
             check(model, optimizer, stage, allows_any=False)
     else:
         check(model, optimizer, stage, allows_any=False)
+
+
+@pytest.mark.parametrize(("stage", "rank", "parts"), [(0, 0, 1), (0, 1, 0), (1, 0, 0.5), (1, 1, 0.5), (3, 1, 0.5)])
+def test_from_stage_1_on_each_of_two_ranks_copies_half_of_the_state(stage: int, rank: int, parts: float) -> None:
+    model = torch.nn.Linear(30, 10)
+    backend = types.SimpleNamespace(
+        stage=stage, plain=model, optimizer=torch.optim.AdamW(model.parameters()), wrapper=types.SimpleNamespace(engine=None),
+        context=types.SimpleNamespace(world_size=2, is_main_process=rank == 0),
+    )  # fmt: skip
+    whole = 3 * 4 * 310  # weights and two moments
+    assert DeepSpeedCopying(backend).num_bytes() == (parts * whole, parts * whole)

@@ -45,15 +45,7 @@ def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
     """
     batches = iter(loader)
     try:
-        if loader.num_workers:
-            _deaths.take_over(batches)
-            while True:
-                try:
-                    batch = _deaths.read(batches)
-                except StopIteration:
-                    return
-                yield batch
-        yield from batches
+        yield from _deaths.watched(batches) if loader.num_workers else batches
     finally:
         if not loader.persistent_workers:
             stop_workers(batches)
@@ -95,7 +87,21 @@ class _Deaths:
         self._may_raise = False
         self._found: RuntimeError | None = None
 
-    def take_over(self, batches: Iterator[Any]) -> None:
+    def watched(self, batches: Iterator[Any]) -> Generator[Any, None, None]:
+        """Yield the batches. Raises RuntimeError where one is read if a process has been killed, now or since the last one."""
+        self._take_over(batches)
+        while True:
+            with self.raised():
+                if self._found is not None:
+                    found, self._found = self._found, None
+                    raise found
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    def _take_over(self, batches: Iterator[Any]) -> None:
         """Take the place of torch's handler, which torch sets when it starts the first process of a loader."""
         if threading.current_thread() is not threading.main_thread():
             return  # torch has no handler then
@@ -112,14 +118,6 @@ class _Deaths:
         if not self._running and self._of_torch is not None and signal.getsignal(signal.SIGCHLD) == self._handle:
             with contextlib.suppress(ValueError):  # this is not the main thread
                 signal.signal(signal.SIGCHLD, self._of_torch)
-
-    def read(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch. Raises RuntimeError if a process has been killed, now or since the last call."""
-        with self.raised():
-            if self._found is not None:
-                found, self._found = self._found, None
-                raise found
-            return next(batches)
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
