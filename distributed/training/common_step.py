@@ -1,8 +1,9 @@
 """Let any rank make all ranks act at the same step, for example to stop after a signal or to save a checkpoint.
 
 A step costs the training thread two attribute reads and no collective. On each rank, a watcher thread polls the store that the
-ranks share. When the watcher finds a request, it makes its rank wait at the next boundary and publishes the number of units that
-the rank has entered. All ranks act at the largest of these numbers, because no rank is past it and every rank can reach it.
+ranks share. When the watchers of all ranks have found a request, each makes its rank wait at the next boundary and publishes the
+number of units that the rank has entered. All ranks act at the largest of these numbers, because no rank is past it and every rank
+can reach it. They wait for milliseconds only, because no rank waits until a watcher polls.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from typing import Any
 
 STOP = "stop: "  # prefix of the reason in the requests of `CommonStep.stop`
+_PAUSE_S = 0.005  # while the watchers talk to each other
 
 
 class CommonStep:
@@ -116,14 +118,23 @@ class CommonStep:
         if self._requests and self._requests[0] == action:
             self._requests.pop(0)
         self._action = action
+        is_seen = self._largest(f"{key}/seen", 0) is not None
         # Set `_is_armed` before reading `_entered`, because the training thread increments `_entered` and then checks `_is_armed`.
         self._is_armed = True
-        self._store.set(f"{key}/{self._rank}", str(self._entered))
-        keys = [f"{key}/{rank}" for rank in range(self._world_size)]
-        deadline = time.monotonic() + self._timeout_s
-        while not self._store.check(keys):
-            if self._ended.wait(0.005) or time.monotonic() > deadline:
-                self._known.set()
-                return
-        self._target = max(int(self._store.get(k)) for k in keys)
+        if is_seen:
+            self._target = self._largest(f"{key}/entered", self._entered)
         self._known.set()
+
+    def _largest(self, key: str, number: int) -> int | None:
+        """Return the largest `number` of all ranks when each has called this. Return None if the fit ends before, or it takes too
+        long."""
+        self._store.set(f"{key}/{self._rank}", str(number))
+        keys = [f"{key}/{rank}" for rank in range(self._world_size)]
+        is_main = self._rank == 0  # it alone asks for the keys of all ranks, so that the store has little to do
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check(keys if is_main else [key]):
+            if self._ended.wait(_PAUSE_S) or time.monotonic() > deadline:
+                return None
+        if is_main:
+            self._store.set(key, str(max(int(self._store.get(each)) for each in keys)))
+        return int(self._store.get(key))

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from distributed.training.common_step import CommonStep
+from tests.conftest import poll
 
 
 class Store:
@@ -72,6 +73,19 @@ def test_all_ranks_act_at_the_same_unit(trial, in_step):
         common.close()
     assert all(each == acted[0] for each in acted)
     assert acted[0][-1][1] == "stop"
+
+
+def test_no_rank_waits_until_the_watcher_of_another_looks():
+    store = Store()
+    first = CommonStep(0, 2, store, "test", poll_s=0.001, timeout_s=2)
+    other = CommonStep(1, 2, store, "test", poll_s=1000)
+    first.request("save")
+    poll(lambda: store.check(["test/0"]), 10, lambda: "the request was not published")
+    for _ in range(20):
+        assert first.tick() is None
+        time.sleep(0.005)
+    other.close()
+    first.close()
 
 
 def test_alone_a_request_is_met_at_the_next_unit():
