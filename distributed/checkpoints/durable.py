@@ -134,19 +134,19 @@ class _Output:
     """
 
     def __init__(self, fd: int, found: FileDigests | None) -> None:
-        self._fd, self._found = fd, found
+        self.fd, self._found = fd, found
         self._end = self._on_its_way = 0  # bytes
 
     def put(self, view: memoryview) -> None:
         """Write the bytes, which are a part of the file with a digest of its own."""
         while len(view):
-            count = os.write(self._fd, view[: digests.BLOCK_BYTES])
+            count = os.write(self.fd, view[: digests.BLOCK_BYTES])
             if self._found is not None:
                 self._found.update(view[:count])
             view = view[count:]
             self._end += count
             if self._end - self._on_its_way >= _AHEAD_BYTES:
-                begin_writeback(self._fd, self._on_its_way, self._end - self._on_its_way)
+                begin_writeback(self.fd, self._on_its_way, self._end - self._on_its_way)
                 self._on_its_way = self._end
         if self._found is not None:
             self._found.end_part()

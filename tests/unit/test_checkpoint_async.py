@@ -77,10 +77,10 @@ def test_a_disk_that_fails_in_the_background_is_a_miss_on_all_ranks(
     _on_ranks(tmp_path, 2, None, lambda: None, lambda one: one.save(1))
     write = durable._write_all
 
-    def full(fd: int, *args: Any) -> None:
-        if f"rank-{failing}.safetensors" in str(Path(f"/proc/self/fd/{fd}").readlink()):
+    def full(output: Any, chunks: Any) -> None:
+        if f"rank-{failing}.safetensors" in str(Path(f"/proc/self/fd/{output.fd}").readlink()):
             raise OSError(28, "No space left on device")
-        write(fd, *args)
+        write(output, chunks)
 
     monkeypatch.setattr(durable, "_write_all", full)
 
