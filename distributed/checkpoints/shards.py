@@ -61,12 +61,11 @@ class StoredTensor:
     def reader(self, box: Box) -> Callable[[memoryview], None] | None:
         """Return a function that reads the part `box` from its files into memory of its size.
 
-        Return None if the part is neither one piece nor the whole tensor, or so small that a copy of what `read` returns takes no
-        longer.
+        Return None if the part is neither one piece nor the whole tensor.
         """
         if (piece := self._piece(*box)) is not None:
-            return piece.copy_to
-        if self.is_in_order and box[1] == self.shape and any(raw.copy_to is not None for _, raw in self.pieces):
+            return functools.partial(copy_all, [piece])
+        if self.is_in_order and box[1] == self.shape:
             return functools.partial(copy_all, [raw for _, raw in self.pieces])
         return None
 
@@ -147,6 +146,8 @@ def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
 def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory: Path) -> StoredTensor:
     parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece covers nothing
     first = parts[0][1]
+    if len(parts) == 1 and not any(parts[0][0]):
+        return StoredTensor(name, first.dtype, first.shape, tuple(parts), is_in_order=True)
     if any(raw.dtype != first.dtype or len(raw.shape) != len(first.shape) for _, raw in parts):
         raise CheckpointError(f"{directory}: the pieces of {name} differ in element type or number of dimensions")
     parts = sorted(parts, key=lambda part: part[0])

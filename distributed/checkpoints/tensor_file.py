@@ -205,7 +205,8 @@ def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawT
     dtype = sys.intern(str(entry["dtype"]))
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{source.path}: {name} has the element type {dtype}, which this version does not know")
-    begin, end = (source.start + offset for offset in entry["data_offsets"])
+    first, last = entry["data_offsets"]
+    begin, end = source.start + first, source.start + last
     # reading a large tensor from the file takes less time than a copy of its mapped memory
     copy_to = functools.partial(source.read_into, begin) if end - begin >= digests.LARGE_BYTES else None
     return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to)

@@ -418,9 +418,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     kinds = [KINDS[name] for name in args.kinds.split(",")]
     print(f"seed {args.seed}", flush=True)
-    outcomes = [
-        soak(kind, args.minutes / len(kinds), args.every, args.seed + index) for index, kind in enumerate(kinds)
-    ]
+    outcomes = []
+    for index, kind in enumerate(kinds):
+        outcomes.append(soak(kind, args.minutes / len(kinds), args.every, args.seed + index))
+        print(next(_table(outcomes[-1:])), flush=True)
     wrong = [line for outcome in outcomes for line in _wrong(outcome, args.effective)]
     for at_once, count in ((1, args.jobs), (3, args.jobs)) if args.jobs else ():
         failed = run_jobs(count, at_once)
