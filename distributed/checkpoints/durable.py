@@ -18,7 +18,10 @@ from distributed.checkpoints.digests import FileDigests, FileRecord
 
 logger = logging.getLogger(__name__)
 
-_AHEAD_BYTES = 16 << 20  # of a file that are given to the disk together, while further ones are copied and hashed
+_AHEAD_BYTES = 16 << 20  # bytes after which the disk is told to begin
+_PAGE_BYTES = (
+    2 << 20
+)  # size of the largest pages: a page that is being written to the disk may not be changed meanwhile
 _SYNC_FILE_RANGE_WRITE = 2  # from <linux/fs.h>
 
 _records: contextvars.ContextVar[dict[Path, FileRecord] | None] = contextvars.ContextVar("_records", default=None)
@@ -127,15 +130,15 @@ def sync(path: Path) -> None:
 
 
 class _Output:
-    """A file that is written from its beginning, and what has been written is given to `found`, if any.
+    """Write a file from its beginning. Pass what has been written to `found`, if given.
 
-    The disk begins to write before the file is complete, so that less is left for the fsync. Memory that has been written to would
-    otherwise stay there for up to 30 s, unless there is much of it.
+    The disk begins before the file is complete, so that the fsync has less to wait for. Linux otherwise keeps the bytes in memory
+    until the fsync or for up to 30 s, unless there are many.
     """
 
     def __init__(self, fd: int, found: FileDigests | None) -> None:
         self.fd, self._found = fd, found
-        self._end = self._on_its_way = 0  # bytes
+        self._end = self._begun = 0  # bytes
 
     def put(self, view: memoryview) -> None:
         """Write the bytes, which are a part of the file with a digest of its own."""
@@ -145,9 +148,10 @@ class _Output:
                 self._found.update(view[:count])
             view = view[count:]
             self._end += count
-            if self._end - self._on_its_way >= _AHEAD_BYTES:
-                begin_writeback(self.fd, self._on_its_way, self._end - self._on_its_way)
-                self._on_its_way = self._end
+            if self._end - self._begun >= _AHEAD_BYTES:
+                whole = self._end // _PAGE_BYTES * _PAGE_BYTES
+                begin_writeback(self.fd, self._begun, whole - self._begun)
+                self._begun = whole
         if self._found is not None:
             self._found.end_part()
 
@@ -180,7 +184,11 @@ def begin_writeback(fd: int, begin: int, num_bytes: int) -> None:
 
 @functools.cache
 def _sync_file_range() -> Any:
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None) if sys.platform == "linux" else None
+    """Return the function of the C library, or None if there is none."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).sync_file_range if sys.platform == "linux" else None
+    except (OSError, AttributeError):
+        return None
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     return call

@@ -61,7 +61,7 @@ class StoredTensor:
     def reader(self, box: Box) -> Callable[[memoryview], None] | None:
         """Return a function that reads the part `box` from its files into memory of its size.
 
-        Return None if the part is neither one piece nor the whole tensor.
+        Return None if the part is not one piece, unless it is the whole tensor and its pieces follow each other in row-major order.
         """
         if (piece := self._piece(*box)) is not None:
             return functools.partial(copy_all, [piece])

@@ -3,7 +3,7 @@
 A step costs the training thread two attribute reads and no collective. On each rank, a watcher thread polls the store that the
 ranks share. When the watchers of all ranks have found a request, each makes its rank wait at the next boundary and publishes the
 number of units that the rank has entered. All ranks act at the largest of these numbers, because no rank is past it and every rank
-can reach it. They wait for milliseconds only, because no rank waits until a watcher polls.
+can reach it. A rank waits for milliseconds only, because it begins to wait after all watchers have found the request.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 STOP = "stop: "  # prefix of the reason in the requests of `CommonStep.stop`
-_PAUSE_S = 0.005  # while the watchers talk to each other
+_PAUSE_S = 0.005  # seconds between two checks of the store while the ranks agree
 
 
 class CommonStep:
@@ -126,11 +126,11 @@ class CommonStep:
         self._known.set()
 
     def _largest(self, key: str, number: int) -> int | None:
-        """Return the largest `number` of all ranks when each has called this. Return None if the fit ends before, or it takes too
-        long."""
+        """Return the largest `number` after all ranks have called this. Return None if the fit ends first or the timeout passes."""
         self._store.set(f"{key}/{self._rank}", str(number))
         keys = [f"{key}/{rank}" for rank in range(self._world_size)]
-        is_main = self._rank == 0  # it alone asks for the keys of all ranks, so that the store has little to do
+        # Only rank 0 checks the keys of all ranks, which keeps the load on the store small.
+        is_main = self._rank == 0
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check(keys if is_main else [key]):
             if self._ended.wait(_PAUSE_S) or time.monotonic() > deadline:

@@ -75,10 +75,10 @@ def test_all_ranks_act_at_the_same_unit(trial, in_step):
     assert acted[0][-1][1] == "stop"
 
 
-def test_no_rank_waits_until_the_watcher_of_another_looks():
+def test_a_rank_trains_on_until_all_watchers_have_seen_the_request():
     store = Store()
-    first = CommonStep(0, 2, store, "test", poll_s=0.001, timeout_s=2)
-    other = CommonStep(1, 2, store, "test", poll_s=1000)
+    first = CommonStep(0, 2, store, "test", poll_s=0.001, timeout_s=30)
+    other = CommonStep(1, 2, store, "test", poll_s=60)
     first.request("save")
     poll(lambda: store.check(["test/0"]), 10, lambda: "the request was not published")
     for _ in range(20):
@@ -86,6 +86,25 @@ def test_no_rank_waits_until_the_watcher_of_another_looks():
         time.sleep(0.005)
     other.close()
     first.close()
+
+
+def test_ranks_that_do_not_agree_in_time_say_so():
+    common = CommonStep(0, 2, Store(), "test", poll_s=0.001, timeout_s=0.1)  # rank 1 never answers
+    common.request("save")
+    poll(lambda: common._known.is_set(), 10, lambda: "the watcher waits for ever")
+    with pytest.raises(TimeoutError, match=r"the other ranks did not agree on save within 0\.1 s"):
+        common.tick()
+    common.close()
+
+
+def test_a_fit_that_ends_before_its_request_is_met_leaves_no_thread():
+    store = Store()
+    common = CommonStep(0, 2, store, "test", poll_s=0.001, timeout_s=60)
+    common.request("save")
+    poll(lambda: store.check(["test/0/seen/0"]), 10, lambda: "the request was not published")
+    assert common.tick() is None
+    common.close()
+    assert not common._watcher.is_alive()
 
 
 def test_alone_a_request_is_met_at_the_next_unit():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import itertools
 import os
 import random
@@ -40,7 +42,7 @@ def test_the_disk_begins_to_write_each_large_part_once(tmp_path, monkeypatch, se
     assert (tmp_path / "file").read_bytes() == content
     assert written[tmp_path / "file"].bytes == len(content)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(begun))
-    assert all(16 * MB <= end - start < 17 * MB for start, end in begun[1:])
+    assert all(14 * MB <= end - start < 17 * MB and end % (2 * MB) == 0 for start, end in begun[1:])  # pages are whole
     assert len(content) - begun[-1][1] < 16 * MB and len(fds) == 1
 
 
@@ -50,11 +52,14 @@ def test_the_system_accepts_the_call(tmp_path):
         file.write(b"x" * MB)
         file.flush()
         call = durable._sync_file_range()
-        assert call(file.fileno(), 0, MB, durable._SYNC_FILE_RANGE_WRITE) == 0
+        if call(file.fileno(), 0, MB, durable._SYNC_FILE_RANGE_WRITE) != 0:
+            assert ctypes.get_errno() in (errno.ENOSYS, errno.EPERM)
+            pytest.skip("this system refuses the call")
         assert call(file.fileno(), -1, MB, durable._SYNC_FILE_RANGE_WRITE) == -1  # the arguments arrive as they are
 
 
 def test_a_system_without_the_call_writes_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(durable, "_sync_file_range", lambda: None)
-    durable.write_file(tmp_path / "file", [b"x" * (40 * MB)], 40 * MB)
-    assert (tmp_path / "file").stat().st_size == 40 * MB
+    content = random.Random(0).randbytes(40 * MB)
+    durable.write_file(tmp_path / "file", [content], len(content))
+    assert (tmp_path / "file").read_bytes() == content

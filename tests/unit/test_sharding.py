@@ -98,7 +98,7 @@ def test_a_model_that_makes_other_tensors_for_its_state_is_told_from_one_that_do
     assert not saves_its_parameters(model)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (4, 6)])
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (4, 6)])
 def test_a_tensor_of_other_strides_or_another_element_type_is_filled_from_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
 ) -> None:
@@ -111,6 +111,7 @@ def test_a_tensor_of_other_strides_or_another_element_type_is_filled_from_the_fi
         reversed_strides,
         torch.full(shape, torch.nan, dtype=torch.float64),
         torch.nn.Parameter(torch.ones(shape)),
+        torch.full((*shape, 3), torch.nan)[..., 0],
     ):
         assert own.shape == tensor.shape
         reader = sharding.reader(stored, own)

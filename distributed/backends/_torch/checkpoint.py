@@ -43,7 +43,7 @@ def save(backend: TorchBackend[Any], directory: Path) -> dict[str, Any]:
 def begin_load(
     backend: TorchBackend[Any], directory: Path, state: Mapping[str, Any], notice: Callable[[str], None]
 ) -> Callable[[], bool]:
-    """Begin to restore what `save` wrote, at any world size: read large tensors into their places. All ranks must call it.
+    """Begin to restore what `save` wrote, at any world size: read tensors into their places. All ranks must call it.
 
     Return a function that restores the rest. It returns whether the random generators were restored too. They are not if the world
     size differs.

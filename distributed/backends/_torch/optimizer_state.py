@@ -82,7 +82,7 @@ def begin_load_optimizer(
     directory: Path,
     content: Mapping[str, Any],
 ) -> Callable[[], None]:
-    """Begin what `load_optimizer` does: read large tensors into their places. Return a function that does the rest.
+    """Begin what `load_optimizer` does: read tensors into their places. Return a function that does the rest.
 
     Until that is called, nothing changes but the values of tensors. Raises the errors of `load_optimizer`.
     """

@@ -201,7 +201,7 @@ def reader(stored: StoredTensor, tensor: torch.Tensor) -> Callable[[], None] | N
     """Return a function that fills this rank's part of `tensor` from the file of a stored tensor of the same shape.
 
     It may run in any thread. A tensor on another device, or of other strides or another element type, needs host memory for a second
-    copy of the part meanwhile. Return None if the part is neither one stored piece nor the whole tensor: `copy` fills it.
+    copy of the part meanwhile. Return None where `StoredTensor.reader` does, and for a tensor subclass: `copy` fills such a part.
     """
     part, where = local(tensor).detach(), box(tensor)
     if type(part) is not torch.Tensor or tuple(part.shape) != where[1] or (read_into := stored.reader(where)) is None:

@@ -74,6 +74,8 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
     They are copied only if they are not on the CPU in this order already.
     """
     flat = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    if flat.numel() == 1:  # a tensor of one element is contiguous whatever its stride is, but `view` needs the stride 1
+        flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8).numpy().data
 
 

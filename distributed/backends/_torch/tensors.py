@@ -111,7 +111,7 @@ def load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str
 
 
 def begin_load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str] = ()) -> Callable[[], None]:
-    """Begin what `load_model` does: read large tensors into their places. Return a function that does the rest. Raises its errors."""
+    """Begin what `load_model` does: read tensors into their places. Return a function that does the rest. Raises its errors."""
     stored, aliases = read_tensors(directory / MODEL)
     stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
     own = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
@@ -151,7 +151,7 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
 def _begin_copy(
     model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> Callable[[], None]:
-    """Read the large tensors that need no more than a copy into their places. Return a function that copies all others."""
+    """Read the tensors that need no more than a copy into their places. Return a function that copies all others."""
     plain = _filled_by_a_copy(unwrap(model))
     readers = {
         name: reader
