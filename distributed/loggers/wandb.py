@@ -7,6 +7,7 @@ import html
 import io
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from distributed.runs.directory import script_name
 from distributed.state import LoggedMedia
 
 logger = logging.getLogger(__name__)
+
+_ENDS_S = 20.0  # seconds within which wandb's service ends a run
 
 
 class WandbLogger(Logger):
@@ -49,7 +52,7 @@ class WandbLogger(Logger):
                 run.run_dir,
             )
         self.buffered_s = 2.0 if mode == "offline" else 30.0
-        self._run: Any = wandb.init(
+        self._run: Any = _opened(
             project=os.environ.get("WANDB_PROJECT") or Path(script_name()).stem, id=run.id, name=run.name, dir=str(run.run_dir),
             config=dict(run.hyperparameters), mode=mode, resume="allow" if mode == "online" else None, reinit="create_new",
             settings=wandb.Settings(console="off", silent=True, x_transaction_log_flush_interval=1.0),
@@ -66,6 +69,24 @@ class WandbLogger(Logger):
 
     def close(self, status: str) -> None:
         self._run.finish(exit_code=0 if status == "finished" else 1)
+
+
+def _opened(**arguments: Any) -> Any:
+    """Return what `wandb.init` returns.
+
+    Workaround (wandb 0.31, wandb/wandb#10833; may go when `finish` of a run waits for the service): the service may not have ended the
+    run of an earlier fit yet, and refuses the same run then.
+    """
+    import wandb
+
+    deadline = time.monotonic() + _ENDS_S
+    while True:
+        try:
+            return wandb.init(**arguments)
+        except Exception as error:  # its class is not public
+            if not str(error).endswith("is in use") or time.monotonic() > deadline:
+                raise
+        time.sleep(0.2)
 
 
 def _converted(media: LoggedMedia) -> Any:

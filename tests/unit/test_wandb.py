@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 from distributed import Callback, ResourceError, Trainer
 from distributed.loggers import Audio, Figure, Image, Table, Text, wandb
+from distributed.loggers.wandb import _opened
 
 DATA = TensorDataset(torch.arange(32.0).reshape(16, 2) / 32, torch.arange(16) % 3)
 NAMES = ("sample", "words", "note", "tone", "curve")
@@ -49,6 +50,28 @@ def entries(content, block=32768, header=7):
         if kind in (1, 4):  # all of it, or its end
             yield whole
             whole = b""
+
+
+def test_a_run_that_the_service_has_not_ended_yet_is_opened_a_little_later(monkeypatch):
+    import wandb
+
+    answers = [RuntimeError("run ID 2c52 is in use"), RuntimeError("run ID 2c52 is in use"), "the run"]
+
+    def init(**arguments):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer, arguments
+
+    monkeypatch.setattr(wandb, "init", init)
+    assert _opened(id="2c52") == ("the run", {"id": "2c52"})
+    answers[:] = [RuntimeError("no space left")]
+    with pytest.raises(RuntimeError, match="no space"):
+        _opened(id="2c52")
+    answers[:] = [RuntimeError("run ID 2c52 is in use")] * 9
+    monkeypatch.setattr("distributed.loggers.wandb._ENDS_S", 0.3)
+    with pytest.raises(RuntimeError, match="in use"):
+        _opened(id="2c52")
 
 
 def test_two_fits_are_one_offline_run(tmp_path, monkeypatch):
