@@ -19,10 +19,12 @@ from distributed.checkpoints.manifest import MANIFEST
 from distributed.checkpoints.tensor_file import read_raw
 from distributed.checkpoints.weights import PICKLES
 from distributed.config.libraries import is_installed
+from distributed.config.reading import read_bytes
 from distributed.errors import CheckpointError, ConfigError
 
 # Files beside the weights in the directories of Accelerate and of the Trainer of transformers.
 _NOT_WEIGHTS = ("optimizer*", "scheduler*", "scaler*", "sampler*", "random_states_*", "rng_state*", "training_args*")
+_LONGEST_TAG = 255  # bytes of a file name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,10 +84,8 @@ def recognize(path: Path) -> Foreign:
         return Foreign(path, "DCP")
     if any(path.glob("*_model_states.pt")):
         return Foreign(path, "DeepSpeed")
-    if (newest := path / "latest").is_file() and any(
-        (tag := path / newest.read_text().strip()).glob("*_model_states.pt")
-    ):
-        return Foreign(tag, "DeepSpeed")
+    if (tagged := _newest_of_deepspeed(path)) is not None:
+        return Foreign(tagged, "DeepSpeed")
     if shards := sorted(path.glob("pytorch_model_fsdp_*/.metadata")):  # Accelerate with FSDP
         return Foreign(shards[0].parent, "DCP")
     if files := sorted(path.glob("*.safetensors")):
@@ -101,6 +101,15 @@ def recognize(path: Path) -> Foreign:
         f"{path} is no checkpoint that can be converted: give a file of torch.save, or a directory of torch.distributed.checkpoint,"
         " DeepSpeed, Lightning, Accelerate or the Trainer of transformers"
     )
+
+
+def _newest_of_deepspeed(path: Path) -> Path | None:
+    """Return the directory of a checkpoint that DeepSpeed's file `latest` names, or None if it names none."""
+    try:
+        tag = read_bytes(path / "latest", _LONGEST_TAG).decode().strip()
+    except (OSError, ValueError):  # there is no such file, or it is not one of DeepSpeed
+        return None
+    return path / tag if tag and tag.isprintable() and any((path / tag).glob("*_model_states.pt")) else None
 
 
 def convert(

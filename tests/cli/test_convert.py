@@ -21,7 +21,7 @@ import distributed
 from distributed import Trainer
 from distributed.backends import converting
 from distributed.backends._torch import foreign
-from distributed.backends.converting import convert
+from distributed.backends.converting import convert, recognize
 from distributed.cli.__main__ import main
 from distributed.errors import CheckpointError, ConfigError
 from tests.conftest import Finished, needs_backend
@@ -327,3 +327,16 @@ def test_the_answer_of_the_child_is_not_believed(tmp_path: Path, monkeypatch: py
     with pytest.raises(CheckpointError, match="its process has written no file"):
         convert(tmp_path / "model.pt", tmp_path / "out.safetensors", trust=True)
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00binary", b"x" * 4096, b"global_step1\x1b[2J", b"", b"none"])
+def test_a_file_latest_that_names_no_directory_of_deepspeed_is_no_sign_of_deepspeed(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "latest").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is no checkpoint that can be converted"):
+        recognize(tmp_path)
+    (tmp_path / "global_step1").mkdir()
+    (tmp_path / "global_step1" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "latest").write_text("global_step1\n")
+    assert recognize(tmp_path).path == tmp_path / "global_step1"
