@@ -19,9 +19,7 @@ from distributed.checkpoints.digests import FileDigests, FileRecord
 logger = logging.getLogger(__name__)
 
 _AHEAD_BYTES = 16 << 20  # bytes after which the disk is told to begin
-_PAGE_BYTES = (
-    2 << 20
-)  # size of the largest pages: a page that is being written to the disk may not be changed meanwhile
+_PAGE_BYTES = 2 << 20  # the size of the largest pages; a change of a page waits while the disk writes it
 _SYNC_FILE_RANGE_WRITE = 2  # from <linux/fs.h>
 
 _records: contextvars.ContextVar[dict[Path, FileRecord] | None] = contextvars.ContextVar("_records", default=None)

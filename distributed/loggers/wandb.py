@@ -75,7 +75,8 @@ def _opened(**arguments: Any) -> Any:
     """Return what `wandb.init` returns.
 
     Workaround (wandb 0.31, wandb/wandb#10833; may go when `finish` of a run waits for the service): the service may not have ended the
-    run of an earlier fit yet, and refuses the same run then.
+    run of an earlier fit yet, and refuses the same run then. The wait is here, because `delivery` does not repeat a call that fails at
+    the end of a fit, and a short fit would end without its values.
     """
     import wandb
 
@@ -83,7 +84,7 @@ def _opened(**arguments: Any) -> Any:
     while True:
         try:
             return wandb.init(**arguments)
-        except Exception as error:  # its class is not public
+        except Exception as error:  # the service's error has no public class; every other one is raised
             if not str(error).endswith("is in use") or time.monotonic() > deadline:
                 raise
         time.sleep(0.2)

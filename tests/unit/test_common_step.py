@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -76,14 +77,16 @@ def test_all_ranks_act_at_the_same_unit(trial, in_step):
 
 
 def test_a_rank_trains_on_until_all_watchers_have_seen_the_request():
+    def units_until_it_acts(common):
+        return next(number for number in itertools.count() if common.tick() == "save")
+
     store = Store()
     first = CommonStep(0, 2, store, "test", poll_s=0.001, timeout_s=30)
-    other = CommonStep(1, 2, store, "test", poll_s=60)
     first.request("save")
-    poll(lambda: store.check(["test/0"]), 10, lambda: "the request was not published")
-    for _ in range(20):
-        assert first.tick() is None
-        time.sleep(0.005)
+    poll(lambda: store.check(["test/0/seen/0"]), 10, lambda: "the watcher of rank 0 does not wait for the other")
+    assert [first.tick() for _ in range(20)] == [None] * 20
+    other = CommonStep(1, 2, store, "test", poll_s=0.001, timeout_s=30)
+    assert units_until_it_acts(other) == 20 + units_until_it_acts(first)
     other.close()
     first.close()
 

@@ -1,4 +1,4 @@
-"""What is known of a run of ZeRO before its engine exists: models that it cannot partition, and the memory for copies of a state."""
+"""Checks of a model before ZeRO's engine exists, and the memory for copies of its state."""
 
 from __future__ import annotations
 
