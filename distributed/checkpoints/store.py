@@ -131,7 +131,10 @@ class CheckpointStore:
         self._name: str | None = None
         self._num_begun = 0
         self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
-        self._found: Path | None = None  # the checkpoint that `find` has returned last
+        self._found: Path | None = (
+            None  # the checkpoint that `find` has returned last, if `resume` verifies large tensors
+        )
+        self._opened: Path | None = None  # the same of `open`
 
     def save(self, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> Path | None:
         """Commit a checkpoint of `state` and of the backend. Every rank must call it at the same step.
@@ -338,30 +341,36 @@ class CheckpointStore:
     def open(self, path: Path | str) -> Path:
         """Verify the checkpoint that `path` means and return its path on every rank. Every rank must call it.
 
-        If `path` is a run directory, its newest checkpoint is meant. If `path` is an address, the main process downloads the
-        checkpoint, and `resume` removes the copy after loading. Raises CheckpointError if the checkpoint is missing or damaged. No
-        other checkpoint is used instead.
+        Each rank reads a part of the files. `resume` verifies large tensors later, while it loads them. If `path` is a run directory,
+        its newest checkpoint is meant. If `path` is an address, the main process downloads the checkpoint, and `resume` removes the
+        copy after loading. Raises CheckpointError if the checkpoint is missing or damaged. No other checkpoint is used instead.
         """
         opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
         try:
-            self._reader.verify(opened, in_full=True)
+            self._reader.verify(opened, in_full=False)
         except CheckpointError as error:
-            hint = self._agreement.on_main(lambda: beside(opened))
-            raise CheckpointError(f"{error}; {hint}") from None
+            raise self._not_replaced(opened, error) from None
+        self._opened = opened
         return opened
+
+    def _not_replaced(self, opened: Path, error: CheckpointError) -> CheckpointError:
+        """Return the error for a damaged checkpoint that was asked for. A collective."""
+        return CheckpointError(f"{error}; {self._agreement.on_main(lambda: beside(opened))}")
 
     def resume(self, path: Path) -> tuple[Path, TrainState]:
         """Load the checkpoint `path`, from `find` or `open`, into the backend. Return the checkpoint and the training state.
 
-        If `find` has left large tensors to be verified and one of them is damaged, the checkpoint is set aside, and the one before it is
-        loaded. Every rank must call it. Raises CheckpointError, on every rank, if the checkpoint belongs to another model or cannot be
-        read, or as `find` does.
+        Large tensors that `find` or `open` has left are verified. If one of them is damaged, a checkpoint from `find` is set aside, and
+        the one before it is loaded. Every rank must call it. Raises CheckpointError, on every rank, if the checkpoint belongs to another
+        model or cannot be read, or as `find` and `open` do.
         """
         while True:
             try:
-                state = self._reader.load(path, is_verified=path != self._found)
+                state = self._reader.load(path, is_verified=path not in (self._found, self._opened))
                 break
             except DamagedError as error:
+                if path != self._found:
+                    raise self._not_replaced(path, error) from None
                 damage = str(error)
             self._set_aside(path, damage)
             found = self.find()

@@ -188,9 +188,11 @@ class FitSession:
         callbacks = self._callbacks(merged)
         store = self.files.open_store(merged, run)
         snapshots = open_snapshots(backend, run.path, self.context, self._reporter, self.files.on_main)
-        found = self._find(merged, store, run, in_full=snapshots is not None)
-        if snapshots is not None and self._state is None and self.setup.restart_count:
-            found = snapshots.newer_than(found)
+        is_restart = self._state is None and self.setup.restart_count > 0
+        snapshot = snapshots.newest() if snapshots is not None and is_restart else None
+        found = self._find(merged, store, run, in_full=snapshot is not None)
+        if snapshot is not None and (found is None or snapshot.name > found.name):
+            found = snapshot
         notices = [
             *train.notices,
             *self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None),

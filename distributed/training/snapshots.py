@@ -57,10 +57,9 @@ class Snapshots:
             )
         return self._is_on
 
-    def newer_than(self, checkpoint: Path | None) -> Path | None:
-        """Return the newest snapshot if it is of a later step than `checkpoint`, and `checkpoint` otherwise. A collective."""
-        found = self._agreement.on_main(lambda: self.directory.is_dir()) and self._store.find(in_full=True)
-        return found if found and (checkpoint is None or found.name > checkpoint.name) else checkpoint
+    def newest(self) -> Path | None:
+        """Return the newest snapshot that verifies, or None. A collective."""
+        return self._store.find(in_full=True) if self._agreement.on_main(lambda: self.directory.is_dir()) else None
 
 
 def open_snapshots(

@@ -127,18 +127,31 @@ def test_a_resume_reads_each_byte_once(tmp_path: Path) -> None:
     one, before = with_tensors(rig(tmp_path)), bytes_read()
     one.store.resume(one.store.find())
     assert 1.0 <= (bytes_read() - before) / (2 * LARGE) < 1.05
+    one, before = with_tensors(rig(tmp_path / "another run")), bytes_read()
+    one.store.resume(one.store.open(tmp_path / "step-00000002"))
+    assert 1.0 <= (bytes_read() - before) / (2 * LARGE) < 1.05
     one, before = with_tensors(rig(tmp_path)), bytes_read()
     one.store.resume(one.store.find(in_full=True))
     assert 2.0 <= (bytes_read() - before) / (2 * LARGE) < 2.1, "this test notices two reads"
 
 
-def test_a_checkpoint_that_was_asked_for_is_not_replaced_by_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("reads", [("first", "second"), ("second",), ()], ids=str)
+def test_a_checkpoint_that_was_asked_for_is_not_replaced_by_another(
+    tmp_path: Path, size: int, reads: tuple[str, ...]
+) -> None:
     save_twice(rig(tmp_path / "source"))
     path = tmp_path / "source" / "step-00000002"
     flipped(path / "model" / "model.safetensors", LARGE)
-    one = with_tensors(rig(tmp_path / "run"))
-    with pytest.raises(CheckpointError, match=r"digest differs\); another checkpoint, .*step-00000001"):
-        one.store.resume(one.store.open(path))
+
+    def resume(one: Rig) -> list[str]:
+        with_tensors(one, reads=reads)
+        with pytest.raises(CheckpointError, match=r"digest differs\); another checkpoint, .*step-00000001"):
+            one.store.resume(one.store.open(path))
+        return one.backend.finished
+
+    _, results = _on_ranks(tmp_path / "run", size, None, lambda: None, resume)
+    assert results == [[]] * size, "damaged values were used"
     assert path.is_dir(), "the checkpoint of another run was set aside"
 
 
