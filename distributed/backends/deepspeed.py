@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -215,6 +215,7 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
     def save(self, directory: Path) -> dict[str, Any]:
         engine = self.wrapper.engine
         if engine is None:
+            self.wrapper.settle()
             return super().save(directory)
         own = self.optimizer
         with self.wrapper.whole_buffers(), engine.in_pieces() as self.optimizer:
@@ -226,6 +227,10 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             with self.wrapper.whole_buffers():
                 engine.save_own_files(directory / "deepspeed", self.update.step)
         return extra
+
+    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
+        self.kind.held = self.wrapper.hold()
+        return super().load(directory, state)
 
     def export(self, path: Path) -> None:
         with self.wrapper.whole():

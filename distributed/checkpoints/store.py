@@ -218,6 +218,8 @@ class CheckpointStore:
     def close(self) -> None:
         """Remove the files beside the checkpoints that only a running fit needs. Not a collective. Do not save after this call."""
         self._copies.close()
+        if self.context.is_main_process:
+            self._remove_opened()
 
     def _begin_in_background(
         self,
@@ -342,8 +344,8 @@ class CheckpointStore:
         """Verify the checkpoint that `path` means and return its path on every rank. Every rank must call it.
 
         Each rank reads a part of the files. `resume` verifies large tensors later, while it loads them. If `path` is a run directory,
-        its newest checkpoint is meant. If `path` is an address, the main process downloads the checkpoint, and `resume` removes the
-        copy after loading. Raises CheckpointError if the checkpoint is missing or damaged. No other checkpoint is used instead.
+        its newest checkpoint is meant. If `path` is an address, the main process downloads the checkpoint, and the next save or `close`
+        removes the copy. Raises CheckpointError if the checkpoint is missing or damaged. No other checkpoint is used instead.
         """
         opened = Path(self._agreement.on_main(lambda: str(self._open(path))))
         try:
@@ -380,8 +382,6 @@ class CheckpointStore:
             self._upload_rest()
         if self.context.is_main_process:
             self._current = (path, identity(state, read_manifest(path).monitor_value))
-        if self.context.is_main_process and path.parent == (self.directory / _OPENED).absolute():
-            shutil.rmtree(path.parent, ignore_errors=True)
         return path, state
 
     def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:
@@ -435,8 +435,12 @@ class CheckpointStore:
         if not is_address(path):
             return open_verified(Path(path), inspect)
         into = (self.directory / _OPENED).absolute()
-        shutil.rmtree(into, ignore_errors=True)
+        self._remove_opened()
         return fetch_newest(check_address("resume_from_checkpoint", path), into)
+
+    def _remove_opened(self) -> None:
+        """Remove a downloaded checkpoint. Not done right after the load, because a backend may read a part of it later."""
+        shutil.rmtree(self.directory / _OPENED, ignore_errors=True)
 
     def _drain(self) -> None:
         if problem := self.finish_uploads():
@@ -481,6 +485,7 @@ class CheckpointStore:
             sync(directory)
         self._files.put_in_place(target)
         self._current = (target, which)
+        self._remove_opened()
         if self._mirror is None:
             self._files.prune(self.keep_latest_k, self.keep_best)
             return

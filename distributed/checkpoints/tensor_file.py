@@ -48,6 +48,7 @@ class RawTensor:
     # Copies the bytes into memory of `num_bytes` bytes, if that costs less than to copy what `read` returns. A copy from a device may
     # still be running when it returns: the caller waits for it.
     copy_to: Callable[[memoryview], None] | None = None
+    file: str = ""  # the name of the file that has the tensor, if it was read from one
 
     @property
     def num_bytes(self) -> int:
@@ -209,7 +210,9 @@ def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawT
     begin, end = source.start + first, source.start + last
     # reading a large tensor from the file takes less time than a copy of its mapped memory
     copy_to = functools.partial(source.read_into, begin) if end - begin >= digests.LARGE_BYTES else None
-    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to)
+    return RawTensor(
+        name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to, source.path.name
+    )
 
 
 def _validate(path: Path) -> None:

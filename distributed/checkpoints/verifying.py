@@ -82,13 +82,18 @@ def part_to_verify(
         return {}
     loads, mine = dict.fromkeys(readers, 0), {}
     for name, record in sorted(files.items(), key=lambda item: (not _PIECE.search(item[0]), -item[1].bytes, item[0])):
-        piece = _PIECE.search(name)
-        own = int(piece[1]) - 1 if piece and int(piece[2]) == world_size else None
+        own = saved_by(name, world_size)
         reader = own if own in loads else min(loads, key=lambda each: (loads[each], each))
         loads[reader] += record.bytes
         if reader == rank:
             mine[name] = record
     return mine
+
+
+def saved_by(name: str, world_size: int) -> int | None:
+    """Return the rank that saved a file of pieces, if `world_size` ranks saved the checkpoint. Return None for other files."""
+    piece = _PIECE.search(name)
+    return int(piece[1]) - 1 if piece and int(piece[2]) == world_size else None
 
 
 def _parts(path: Path, name: str, record: FileRecord) -> Iterator[tuple[FilePart, bool]]:

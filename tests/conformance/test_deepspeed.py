@@ -225,7 +225,7 @@ def test_checkpoints_travel_without_losing_a_bit(run_cli_once, tmp_path, worlds)
             timeout=150,
         )
         assert done.returncode == 0, done.output
-        for name in job.STAGES | job.OFFLOADED:
+        for name in [*job.STAGES, *job.OFFLOADED, "saved"]:
             found = tensors(out / name)
             assert set(found) == set(reference)
             for key, value in reference.items():

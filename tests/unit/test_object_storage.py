@@ -673,7 +673,9 @@ def test_a_run_starts_from_a_checkpoint_at_an_address(quick, tmp_path):
     path = fresh.store.open(ADDRESS)
     assert fresh.store.resume(path)[1].step == 3
     assert fresh.backend.loaded == b"of step 3"
-    assert not path.exists() and fresh.steps == []
+    assert path.exists() and fresh.steps == []
+    fresh.store.close()
+    assert not path.exists()
     assert fetch_newest(f"{ADDRESS}/step-00000003", tmp_path / "c").name == "step-00000003"
     with pytest.raises(CheckpointError, match="s3://bucket/nothing holds no checkpoint"):
         fresh.store.open("s3://bucket/nothing")

@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from distributed.backends._deepspeed.held_slots import HeldSlots  # noqa: E402
 from distributed.backends._torch import sharding  # noqa: E402
 from distributed.backends._torch.sharding import StandIns  # noqa: E402
 from distributed.backends._torch.tensors import saves_its_parameters  # noqa: E402
@@ -31,22 +32,29 @@ def saved(directory: Path, tensors: dict[str, torch.Tensor], cuts: list[dict[str
             sharding.write(directory, "model", plain, WorkerContext(rank, world_size, rank, world_size, 0, "cpu"))
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_any_cut_of_any_shape_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    draw = random.Random(seed)
-    monkeypatch.setattr(digests, "LARGE_BYTES", draw.choice([1, 64, 1 << 20]))
+def drawn_tensors(draw: random.Random) -> dict[str, torch.Tensor]:
     shapes = [tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 4))) for _ in range(5)] + [(0, 3), (7,)]
-    tensors = {f"w{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
-    world_size = draw.randint(1, 4)
+    return {f"w{number}": torch.randn(shape) for number, shape in enumerate(shapes)}
+
+
+def drawn_cuts(draw: random.Random, tensors: dict[str, torch.Tensor], world_size: int) -> list[dict[str, int]]:
+    """Return where each rank's part of each tensor begins, and the ends of the last parts."""
     inner = {
         name: sorted(draw.choices(range(tensor.numel() + 1), k=world_size - 1)) for name, tensor in tensors.items()
     }
-    cuts = [
+    return [
         dict.fromkeys(tensors, 0),
         *({name: inner[name][number] for name in tensors} for number in range(world_size - 1)),
         {name: tensor.numel() for name, tensor in tensors.items()},
     ]
-    saved(tmp_path / "model", tensors, cuts)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_cut_of_any_shape_reads_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw = random.Random(seed)
+    monkeypatch.setattr(digests, "LARGE_BYTES", draw.choice([1, 64, 1 << 20]))
+    tensors = drawn_tensors(draw)
+    saved(tmp_path / "model", tensors, drawn_cuts(draw, tensors, draw.randint(1, 4)))
     stored, _ = read_tensors(tmp_path / "model")
     assert stored.keys() == {"step", *tensors}
     for name, tensor in tensors.items():
@@ -57,6 +65,43 @@ def test_any_cut_of_any_shape_reads_back(tmp_path: Path, monkeypatch: pytest.Mon
             reader()
             assert torch.equal(filled, tensor)
         assert tensor.numel() == 0 or reader is not None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_held_slots_give_each_rank_any_part_and_its_own_part_is_read_at_once(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    tensors, world_size = drawn_tensors(draw), draw.randint(1, 4)
+    saved_cuts = drawn_cuts(draw, tensors, world_size)
+    saved(tmp_path / "model", tensors, saved_cuts)
+    now = draw.choice([world_size, draw.randint(1, 4)])
+    cuts = saved_cuts if now == world_size and draw.random() < 0.5 else drawn_cuts(draw, tensors, now)
+    for rank in range(now):
+        stored, _ = read_tensors(tmp_path / "model")
+        held = HeldSlots(rank, now)
+        readers = [
+            reader for name in tensors for reader in held.add(tensors[name], "slot", stored[name], torch.float32)
+        ]
+        for reader in readers:
+            reader()
+        slots = {parameter: slot for parameter, _, slot in held}
+        for name, tensor in tensors.items():
+            first, end = cuts[rank][name], cuts[rank + 1][name]
+            part = torch.full((end - first,), torch.nan)
+            slots[tensor].copy_to(part, first)
+            assert torch.equal(part, tensor.reshape(-1)[first:end])
+            assert torch.equal(slots[tensor].whole(torch.device("cpu")), tensor)
+        assert held.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+        if cuts is saved_cuts and world_size > 1:
+            contents = {file: file.read_bytes() for file in (tmp_path / "model").iterdir()}
+            for file, content in contents.items():
+                file.write_bytes(bytes(len(content)))  # the mapped memory changes too
+            for name, tensor in tensors.items():
+                first, end = cuts[rank][name], cuts[rank + 1][name]
+                part = torch.full((end - first,), torch.nan)
+                slots[tensor].copy_to(part, first)
+                assert torch.equal(part, tensor.reshape(-1)[first:end]), "this rank's part was not read before"
+            for file, content in contents.items():
+                file.write_bytes(content)
 
 
 def test_a_stand_in_has_no_memory_and_a_parameter_takes_its_place() -> None:

@@ -26,6 +26,8 @@ class DeepSpeedCopying(TorchCopying):
             return known, estimated
         weights, ranks = self._bytes_of_weights(), own.context.world_size
         if own.wrapper.engine is None:  # the optimizer's state is whole too
+            if own.wrapper.held is not None:
+                known = estimated = weights + own.wrapper.held.num_bytes
             return -(-known // ranks), -(-estimated // ranks)
         part = -(-weights // ranks)
         return part + known - weights, part + estimated - weights

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distributed.backends._deepspeed.held_slots import HeldSlots
 from distributed.backends._deepspeed.partitions import Partitions, iterate, stand_in, with_whole
 from distributed.backends._deepspeed.precision import LossScale
 from distributed.backends._torch.sharding import StandIns
@@ -81,12 +82,14 @@ class Engine:
         world: TorchWorld,
         loss_scale: LossScale,
         previous: Engine | None = None,
+        held: HeldSlots | None = None,
     ) -> None:
         """Wrap the model and the optimizer.
 
         Args:
             config: DeepSpeed's complete config.
             previous: the released engine of an earlier fit, which has the optimizer's state.
+            held: tensors of the optimizer's state that it lacks itself.
         """
         import deepspeed
         import pydantic  # installed with deepspeed, which requires it
@@ -98,7 +101,9 @@ class Engine:
         self._own = _Attributes(model)
         has_halves = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
         weights = {p: p.detach().clone() for p in iterate(self.groups)} if has_halves else {}
-        state = dict(optimizer.state)
+        state = {parameter: dict(slots) for parameter, slots in optimizer.state.items()}
+        for parameter, slot, value in held or ():
+            state.setdefault(parameter, {})[slot] = value
         if self.stage:
             optimizer.state.clear()
         try:

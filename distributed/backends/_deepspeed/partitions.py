@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from distributed.backends._deepspeed.held_slots import HeldSlot
 from distributed.backends._torch.sharding import StandIns
 from distributed.backends._torch.world import TorchWorld
 from distributed.errors import CheckpointError
 
-State = dict[torch.Tensor, dict[str, Any]]  # like Optimizer.state: the slots of each parameter
+State = dict[
+    torch.Tensor, dict[str, Any]
+]  # like Optimizer.state: the slots of each parameter, some of which may be `HeldSlot`s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +104,7 @@ class Partitions:
         slots: dict[str, Any] = {}
         first = next(p for p in members if state.get(p))
         for name, value in state[first].items():
-            if isinstance(value, torch.Tensor) and value.shape == self._shapes[first] and name != "step":
+            if isinstance(value, torch.Tensor | HeldSlot) and value.shape == self._shapes[first] and name != "step":
                 slots[name] = torch.zeros_like(flat, dtype=value.dtype, requires_grad=False)
                 self._fill(slots[name], name, members, state)
                 continue
@@ -118,7 +121,10 @@ class Partitions:
         for parameter in members:
             piece, slots = self._pieces[parameter], state.get(parameter, {})
             if piece is not None and name in slots:
-                _copy(piece.of(target), slots[name], piece)
+                if isinstance(value := slots[name], HeldSlot):
+                    value.copy_to(piece.of(target), piece.start)
+                else:
+                    _copy(piece.of(target), value, piece)
 
     def _assemble(self, parameter: torch.nn.Parameter, mine: torch.Tensor | None) -> torch.Tensor:
         """Return all ranks' pieces as one tensor. The pieces are summed as integers, so that adding the zeros of other

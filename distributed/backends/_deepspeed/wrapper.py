@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from distributed.backends._deepspeed.cpu_adam import HostAdam
     from distributed.backends._deepspeed.engine import Engine
+    from distributed.backends._deepspeed.held_slots import HeldSlots
     from distributed.backends._deepspeed.precision import EnginePrecision
     from distributed.backends._deepspeed.unused import FirstGradients
     from distributed.backends._torch.update import Update
@@ -38,10 +39,26 @@ class DeepSpeedWrapper(Wrapper):
         self._host_adam: HostAdam | None = None
         self._first_gradients: FirstGradients | None = None  # set until the first update of a fit is made
         self._batch: BatchPlan | None = None
+        self.held: HeldSlots | None = None  # the optimizer's state of a checkpoint, until there is an engine
 
     def begin(self, batch: BatchPlan) -> None:
-        """Store the batch plan of a new model, and forget the engine of an earlier one."""
-        self._batch, self.engine = batch, None
+        """Store the batch plan of a new model, and forget the engine and the state of an earlier one."""
+        self._batch, self.engine, self.held = batch, None, None
+
+    def hold(self) -> HeldSlots | None:
+        """Return a new object for the optimizer's state that is loaded. Return None if the optimizer keeps the state itself."""
+        from distributed.backends._deepspeed.held_slots import HeldSlots
+
+        own = self._backend.context
+        self.held = HeldSlots(own.rank, own.world_size) if self._backend.stage else None
+        return self.held
+
+    def settle(self) -> None:
+        """Give the optimizer its whole state, if there is no engine yet."""
+        own = self._backend
+        for parameter, slot, value in self.held or ():
+            own.optimizer.state[parameter][slot] = value.whole(parameter.device)
+        self.held = None
 
     def make_precision(self) -> EnginePrecision:
         from distributed.backends._deepspeed.precision import EnginePrecision
@@ -66,8 +83,9 @@ class DeepSpeedWrapper(Wrapper):
         assert self._precision is not None
         with forked(own.device):
             self.engine = Engine(
-                own.plain, own.optimizer, self._config(), own.world, self._precision.loss_scale, previous=self.engine
-            )
+                own.plain, own.optimizer, self._config(), own.world, self._precision.loss_scale, previous=self.engine, held=self.held
+            )  # fmt: skip
+        self.held = None
         loading.limit_waits(own.config.timeout_s)
         self._precision.engage(own.plain)
         self.engine.wrapper.train()

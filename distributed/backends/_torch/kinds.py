@@ -42,6 +42,7 @@ class TorchKind:
     def __init__(self, module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> None:
         self.module, self.context = module, context
         self.left_out: Collection[str] = ()  # names of the parameters that checkpoints leave out
+        self.held: optimizer_state.HoldsSlots | None = None  # keeps what is loaded of the optimizer's state
 
     @property
     def model(self) -> Any:
@@ -166,7 +167,7 @@ class TorchKind:
     ) -> Callable[[], None]:
         """Read large tensors into their places, and return a function that restores the rest of the optimizer."""
         return optimizer_state.begin_load_optimizer(
-            optimizer, tensors.named_parameters(self.module), directory, content
+            optimizer, tensors.named_parameters(self.module), directory, content, self.held
         )
 
     def export(self, path: Path) -> None:

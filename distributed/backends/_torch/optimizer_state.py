@@ -9,7 +9,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +25,15 @@ OPTIMIZER = "optimizer"  # the directory in a checkpoint, and the prefix of its 
 
 # These options choose how an update is computed and do not change its result. The current optimizer's values stay.
 _OWN_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+
+
+class HoldsSlots(Protocol):
+    """Protocol of an object that keeps stored tensors of an optimizer until it is known which part of them this rank needs."""
+
+    def add(
+        self, parameter: torch.Tensor, slot: str, stored: StoredTensor, dtype: torch.dtype
+    ) -> list[Callable[[], None]]:
+        """Keep a tensor of the shape of `parameter`, and return functions that read from its files. They may run in any thread."""
 
 
 def save_optimizer(
@@ -81,10 +90,12 @@ def begin_load_optimizer(
     parameters: Iterable[tuple[str, torch.Tensor]],
     directory: Path,
     content: Mapping[str, Any],
+    held: HoldsSlots | None = None,
 ) -> Callable[[], None]:
     """Begin what `load_optimizer` does: read tensors into their places. Return a function that does the rest.
 
-    Until that is called, nothing changes but the values of tensors. Raises the errors of `load_optimizer`.
+    Until that is called, nothing changes but the values of tensors. The tensors of a parameter's shape are given to `held`, if there is
+    one, and not to the optimizer. Raises the errors of `load_optimizer`.
     """
     _check_kinds(content)
     if content["class"] != type(optimizer).__name__:
@@ -101,16 +112,22 @@ def begin_load_optimizer(
     own_dtype = frozenset(content["own_dtype"])
     before = _slots(optimizer)
     targets, readers = dict[str, torch.Tensor](), dict[str, Callable[[], None]]()
+    others: list[Callable[[], None]] = []
+    kept: set[str] = set()
     for key, tensor in stored.items():
         name, slot = _of_slot(key)
         parameter, _ = by_name[name]
         if slot != "step" and tensor.shape == parameter.shape:
             dtype = _slot_dtype(tensor, parameter, key in own_dtype)
+            if held is not None:
+                others += held.add(parameter, slot, tensor, dtype)
+                kept.add(key)
+                continue
             targets[key] = _target(before.get((id(parameter), slot)), parameter, dtype)
             if (reader := sharding.reader(tensor, targets[key])) is not None:
                 readers[key] = reader
     try:
-        run_in_threads([*readers.values()])
+        run_in_threads([*readers.values(), *others])
     except CheckpointError:
         optimizer.state.clear()  # some of its tensors have no values
         raise
@@ -124,6 +141,8 @@ def begin_load_optimizer(
                 for slot, value in content["values"].get(names[id(parameter)], {}).items():
                     optimizer.state[parameter][slot] = decode_state(value)
         for key, tensor in stored.items():
+            if key in kept:
+                continue
             name, slot = _of_slot(key)
             parameter, group = by_name[name]
             if key not in targets:

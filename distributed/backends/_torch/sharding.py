@@ -41,7 +41,7 @@ class StandIns:
         if shape.numel() == 0:
             return torch.empty(shape, dtype=flat.dtype)
         found = torch.full((), math.nan if flat.is_floating_point() else 0, dtype=flat.dtype).expand(shape)
-        self._pieces[id(found)] = found, _boxes(shape, flat, start)
+        self._pieces[id(found)] = found, boxes(shape, flat, start)
         return found
 
     def set_data(self, parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
@@ -67,7 +67,7 @@ class StandIns:
 _stand_ins: contextvars.ContextVar[StandIns | None] = contextvars.ContextVar("_stand_ins", default=None)
 
 
-def _boxes(shape: torch.Size, flat: torch.Tensor, start: int) -> Pieces:
+def boxes(shape: torch.Size, flat: torch.Tensor, start: int) -> Pieces:
     """Return the elements from `start` on of a tensor of `shape`, which `flat` has, as boxes: at most two for each dimension but the
     last, and one."""
     if len(shape) < 2:
@@ -78,7 +78,7 @@ def _boxes(shape: torch.Size, flat: torch.Tensor, start: int) -> Pieces:
         index, inside = divmod(start, row)
         if inside or flat.numel() < row:  # a part of a row
             size = min(row - inside, flat.numel())
-            found += [((index, *at), piece[None]) for at, piece in _boxes(rest, flat[:size], inside)]
+            found += [((index, *at), piece[None]) for at, piece in boxes(rest, flat[:size], inside)]
         else:
             size = flat.numel() - flat.numel() % row
             found.append(((index, *(0 for _ in rest)), flat[:size].view(-1, *rest)))

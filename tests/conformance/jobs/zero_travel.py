@@ -2,7 +2,8 @@
 
     zero_travel.py OUT begin|train|CHECKPOINT
 
-With CHECKPOINT, each stage takes it up, hands it to the engine and writes OUT/STAGE without an update in between.
+With CHECKPOINT, each stage takes it up, hands it to the engine and writes OUT/STAGE without an update in between. OUT/saved is written
+after a save that found no engine.
 """
 
 import sys
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from distributed import Trainer
+from distributed.checkpoints.store import read_state
 from tests.conformance.jobs import zero
 
 OUT, KIND = Path(sys.argv[1]), sys.argv[2]
@@ -29,9 +31,16 @@ if KIND in ("begin", "train"):
     trainer.fit(loader)
     trainer.save(OUT if KIND == "begin" else OUT / "weights.safetensors")
 else:
-    for name, options in (zero.STAGES | zero.OFFLOADED).items():
+    (checkpoint,) = Path(KIND).glob("step-*")
+    for name, options in (zero.STAGES | zero.OFFLOADED | {"saved": zero.STAGES["zero-1"]}).items():
         trainer = Trainer(odd, resume_from_checkpoint=KIND, deepspeed=options, **BASE)
-        trainer.fit(loader)  # nothing is left to do
+        trainer.fit(loader)  # nothing is left to do but to save what was loaded
+        if name != "saved":
+            trainer.backend.load(checkpoint, read_state(checkpoint)[1])()
+        held = trainer.backend.wrapper.held
+        assert (held is None) == (name in ("zero-0", "saved")), name
+        kept = [value for slots in trainer.backend.optimizer.state.values() for value in slots.values()]
+        assert any(value.dim() for value in kept) == (held is None), "the optimizer has whole tensors"
         trainer.backend.rewrap()
         trainer.backend.wrapper.before_first_update(None)
         trainer.save(OUT / name)
