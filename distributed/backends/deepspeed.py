@@ -230,7 +230,10 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
 
     def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
         self.kind.held = self.wrapper.hold()
-        return super().load(directory, state)
+        try:
+            return super().load(directory, state)
+        finally:
+            self.kind.held = None
 
     def export(self, path: Path) -> None:
         with self.wrapper.whole():
