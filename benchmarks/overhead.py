@@ -55,7 +55,7 @@ def main() -> int:
         is_reached &= len({found for each, found in result["digests"].items() if each != AVERAGED}) == 1
         if not args.quick:
             has_store = args.mlflow_server is None
-            goals = goals_of(name, result["turns"], result["turn_steps"], result["metric_s"], has_store)
+            goals = goals_of(name, result, has_store)
             print(f"{verdicts(goals)}\n", flush=True)
             is_reached &= all(goal.is_met for goal in goals)
     print(machine.describe())
@@ -75,16 +75,17 @@ def mlflow_store(server: str | None) -> Iterator[dict[str, str]]:
         yield {"MLFLOW_TRACKING_URI": f"http://127.0.0.1:{port}"}
 
 
-def goals_of(name: str, turns: dict[str, Turns], turn_steps: int, metric_s: float, has_store: bool) -> list[Goal]:
+def goals_of(name: str, result: dict[str, Any], has_store: bool) -> list[Goal]:
     """Return the goals of one workload.
 
     Trackers write a line in each turn, but are judged at one line in `LOG_EVERY` steps, and images at one in `IMAGE_EVERY`.
     While MLflow's server does not answer, a step may take a tenth more.
     """
+    turns, turn_steps = result["turns"], result["turn_steps"]
     again = ratios(turns[AGAIN], turns[BASE], "mean")
     step = Goal("a step's CPU x", 0.85 if name == "mlp" else 1.0, ratios(turns[OURS], turns[BASE], "mean"), again)
     watching, noise = (ratios(turns[each], turns[other], "p10") for each, other in ((OURS, UNWATCHED), (AGAIN, BASE)))
-    watched = Goal("reports to the launcher: CPU p10 x", 1.01, watching, noise)
+    watched = [Goal("reports to the launcher: CPU p10 x", 1.01, watching, noise), reports_alone(result)]
     if name == "gpt" and not has_store:
         figures = {"CPU x": "mean", "a turn's slowest step x": "slowest"}
         return [step] + [
@@ -110,16 +111,26 @@ def goals_of(name: str, turns: dict[str, Turns], turn_steps: int, metric_s: floa
             "moving average of the weights: CPU x", 1.03, ratios(turns[AVERAGED], turns[OURS], "mean"), again
         )
         line = Goal(f"TensorBoard, MLflow, a line in {LOG_EVERY} steps: CPU x", 1.01, tracked, noise)
-        return [step, watched, average, image, line]
-    on_top = [microseconds - 1e6 * metric_s for microseconds in over(turns[FULL], turns[OURS])]
+        return [step, *watched, average, image, line]
+    on_top = [microseconds - 1e6 * result["metric_s"] for microseconds in over(turns[FULL], turns[OURS])]
     noise = over(turns[AGAIN], turns[BASE])
     own = Goal("own loop: a step's CPU x", 1.0, ratios(turns[OWN], turns[BASE], "mean"), again)
     return [
         step,
-        watched,
+        *watched,
         own,
         Goal("callbacks, metrics, log: CPU us on top of the metric's own", 10, on_top, noise, par=0.0),
     ]
+
+
+def reports_alone(result: dict[str, Any]) -> Goal:
+    """Return the goal of the reports to the launcher, timed alone, as a share of a step."""
+    step_s = statistics.median(turn["mean"] for turn in result["turns"][OURS])
+    shares = [seconds / step_s for seconds in result["reports_s"]]
+    middle = statistics.median(shares)
+    return Goal(
+        "reports to the launcher, alone: share of a step", 0.01, shares, [share - middle for share in shares], par=0.0
+    )
 
 
 def measure(name: str, quick: bool, store: dict[str, str]) -> dict[str, Any]:

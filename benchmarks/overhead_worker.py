@@ -25,6 +25,7 @@ from distributed.callbacks import Callback, ExponentialMovingAverage
 from distributed.launching.heartbeat import Board, heartbeat
 from distributed.loggers import Image
 from distributed.state import StepResult, TrainState
+from distributed.training import loop
 from hand_written import HandWritten
 from turns import Marks, TrainerTurns, Turn, compete
 from workloads import WORKLOADS, Workload
@@ -100,6 +101,55 @@ def without_heartbeats(turn: Turn) -> Turn:
             beats.is_read = True
 
     return quiet_turn
+
+
+class Reports:
+    """The calls by which a Trainer reports to the launcher, which are timed alone: a difference of two turns has more noise."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[Any, Any]] = []  # arguments of each call in one turn
+        self._steps = 0
+        self._waits_s: list[float] = []
+        self._report_waits, loop._report_waits = loop._report_waits, self._timed
+
+    def _timed(self, run: loop.Run) -> None:
+        before = time.thread_time()
+        self._report_waits(run)
+        self._waits_s.append(time.thread_time() - before)
+
+    def recorded(self, turn: Turn) -> Turn:
+        """Return a contestant's turn, the first of which is recorded."""
+
+        def recorded_turn(steps: int) -> Marks:
+            if self._steps:
+                return turn(steps)
+            self._steps = steps
+            beats: Any = heartbeat()
+            mark = beats.mark
+
+            def record(*args: Any, **kwargs: Any) -> None:
+                self._marks.append((args, kwargs))
+                mark(*args, **kwargs)
+
+            beats.mark = record
+            try:
+                return turn(steps)
+            finally:
+                del beats.mark
+
+        return recorded_turn
+
+    def seconds(self) -> list[float]:
+        """Return the seconds of CPU for one step, measured several times."""
+        mark, found, again = heartbeat().mark, [], max(1, 10_000 // len(self._marks))
+        waits_s = statistics.mean(self._waits_s) / loop._WAITS_EVERY if self._waits_s else 0.0
+        for _ in range(9):
+            before = time.thread_time()
+            for _ in range(again):
+                for args, kwargs in self._marks:
+                    mark(*args, **kwargs)
+            found.append((time.thread_time() - before) / again / self._steps + waits_s)
+        return found
 
 
 class OwnLoop:
@@ -183,8 +233,10 @@ def main(name: str, out: Path, quick: bool) -> None:
         settings[TRACKED] = {"tensorboard": True, "mlflow_tracking": True, "log_every_n_steps": workload.turn_steps}
     models = {name: workload.initial_model() for name in settings}
     ours = {name: trainer(workload, data, model, **settings[name]) for name, model in models.items()}
-    contestants = {name: loop.turn for name, loop in loops.items()} | {name: turns.turn for name, turns in ours.items()}
+    contestants = {name: each.turn for name, each in loops.items()} | {name: turns.turn for name, turns in ours.items()}
     contestants[UNWATCHED] = without_heartbeats(contestants[UNWATCHED])
+    reports = Reports()
+    contestants[OURS] = reports.recorded(contestants[OURS])
     own = OwnLoop(workload, data)
     contestants[OWN] = own.turn
     before = threads_clocks()
@@ -193,13 +245,14 @@ def main(name: str, out: Path, quick: bool) -> None:
     own.end()
     for each in ours.values():
         each.end()
-    digests = {name: digest(loop.model.module) for name, loop in loops.items()}
+    digests = {name: digest(each.model.module) for name, each in loops.items()}
     digests |= {name: digest(model) for name, model in {**models, OWN: own.model}.items()}
     if dist.get_rank() == 0:
         rounds = f"{workload.rounds - 1} rounds of {workload.turn_steps} steps"
         about = f"batch {workload.batch_size} per rank, 2 gloo processes, 1 thread each, {rounds}"
         found = {"turns": turns, "digests": digests, "about": about, "turn_steps": workload.turn_steps}
-        out.write_text(json.dumps(found | {"metric_s": cost_of_metric(workload.batch_size)}))
+        alone = {"metric_s": cost_of_metric(workload.batch_size), "reports_s": reports.seconds()}
+        out.write_text(json.dumps(found | alone))
     loops.clear()
     contestants.clear()
     # Workaround (torch 2.13, pytorch/pytorch#179291; may go when torch ends gloo's threads before the interpreter): one process of

@@ -35,6 +35,7 @@ from distributed.training.validation import Validation, add, means_of, names_in
 
 LOGGED = "logged"
 _WAITS_EVERY = 10  # updates between two reports to the launcher of how long this rank has waited for others
+_WAITS_EVERY_S = 0.05  # seconds that lie between them at least, because torch needs 50 us to tell
 SAVED = "saved"  # the request of a save in the background that is over
 SAVE, VALIDATE = "save", "validate"  # the requests of the clocks of `checkpoint_every_s` and `validate_every_s`
 
@@ -77,6 +78,7 @@ class Run:
     peeked: Peeked = dataclasses.field(default_factory=Peeked)  # sums of the window for callbacks
     window_start: float = 0.0
     waits_step: int = 0  # step of the newest report of waiting times to the launcher
+    waits_asked: float = 0.0  # monotonic time at which the engine was asked for them
     is_measured: bool = False  # whether the metrics over all samples are up to date for the row of the epoch
     saved_s: float = 0.0  # seconds of checkpoints since `window_start`, already in `spent.total`
     spent: TimeSplit = dataclasses.field(default_factory=TimeSplit)
@@ -263,6 +265,9 @@ def follow(run: Run, result: StepResult) -> bool:
 
 
 def _report_waits(run: Run) -> None:
+    if (now := time.monotonic()) - run.waits_asked < _WAITS_EVERY_S:
+        return
+    run.waits_asked = now
     waited_s = run.backend.observer.newly_waited_s()
     if waited_s is not None:
         run.heartbeat.waited(waited_s, run.state.step - run.waits_step)

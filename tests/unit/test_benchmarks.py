@@ -191,6 +191,7 @@ def turns_of(**microseconds):
         ("mlp", {"own": 1010}, "aaaaaaaa", 1),
         ("mlp", {}, "aaabaaaa", 1),
         ("mlp", {"unwatched": 790}, "aaaaaaaa", 1),
+        ("mlp", {"reports": 8.1}, "aaaaaaaa", 1),
         ("gpt", {"unwatched": 790}, "aaaaaaaa", 1),
         ("gpt", {"ours": 1000, "full": 1200, "averaged": 1000}, "aaaaaaaa", 0),
         ("gpt", {"ours": 1010}, "aaaaaaaa", 1),
@@ -212,13 +213,15 @@ def test_overhead_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, 
     import overhead
 
     averaged = overhead.AVERAGED  # its weights are others
-    timed = turns_of(**turns)
+    reports = turns.get("reports", 7.9)  # us in each step
+    timed = turns_of(**{name: us for name, us in turns.items() if name != "reports"})
     result = {
         "turns": timed,
         "digests": {**dict(zip((n for n in timed if n != averaged), digests, strict=True)), averaged: "b"},
         "about": "",
         "turn_steps": 5,
         "metric_s": 0.0,
+        "reports_s": [reports / 1e6] * 9,
     }
     stores = []
     monkeypatch.setattr(overhead, "measure", lambda name, quick, store: stores.append(store) or result)
