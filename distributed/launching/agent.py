@@ -47,6 +47,7 @@ from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import close_results, is_training
 from distributed.runs.temporary import temporary_directory
 
+_REPORT_S = 0.5  # seconds between two reports to node 0 of the times of this node's workers
 _CAUSE_S = 3.0  # seconds to wait until another node reports the cause of a failure that is a consequence here
 
 
@@ -69,7 +70,8 @@ class ForkAgent(SimpleElasticAgent):
         self._hangs = HangCheck(
             request, run, display, board, self._node_name(), lambda: self._signal_workers(STACKS_SIGNAL)
         )  # fmt: skip
-        self._slow = SlowCheck(run, display, board, self._node_name())
+        self._slow = SlowCheck(run, display, board, self._node_of)
+        self._next_report = 0.0  # time at which node 0 gets the times of the workers of this node
         self.verdicts.find_hang = lambda: self._hangs.find_late(self.verdicts.watched)
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
@@ -229,7 +231,7 @@ class ForkAgent(SimpleElasticAgent):
             self._let_new_ones_take_part()
             if (hang := self._hangs.find(self.verdicts.watched)) is not None:
                 self.verdicts.blame(hang)
-            self._slow.look(self.verdicts.watched)
+            self._look_for_slow_ranks()
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.REGROUP:
             self._rendezvous_of_nodes.is_round_wanted = True
@@ -243,6 +245,16 @@ class ForkAgent(SimpleElasticAgent):
                 return RunResult(WorkerState.HEALTHY)
             self._remaining_restarts = 0
         return RunResult(WorkerState.FAILED)
+
+    def _look_for_slow_ranks(self) -> None:
+        """Compare the times of the workers of all nodes on node 0, which the other nodes send to it."""
+        others, watched = self._rendezvous_of_nodes, self.verdicts.watched
+        if self._request.node_rank == 0:
+            if watched and (elsewhere := others.spent_elsewhere()) is not None:
+                self._slow.look(watched, elsewhere)
+        elif (now := time.monotonic()) >= self._next_report:
+            self._next_report = now + _REPORT_S
+            others.report(self._slow.spent(watched))
 
     def _let_new_ones_take_part(self) -> None:
         """Make the workers save and end if `WorkerCount.may_grow` allows more of them to be started."""
@@ -272,6 +284,14 @@ class ForkAgent(SimpleElasticAgent):
     def _node_name(self) -> str:
         """Return the number and the host name of this node, or "" if there is only one node."""
         return f"node {self._request.node_rank} ({socket.gethostname()})" if self._request.num_nodes > 1 else ""
+
+    def _node_of(self, rank: int) -> tuple[str, str]:
+        """Return (the name of the node of a rank, or "" if there is only one node; its host name)."""
+        if not self._nodes:
+            return self._node_name(), socket.gethostname()
+        index = rank // (self._world_size // self._num_nodes)
+        name = self._nodes[index].name
+        return f"node {self._ranks_before[index]} ({name})", name
 
     def _exit_barrier(self) -> None:
         """Wait for the workers of the other nodes. Raise NodesEndedError if they fail."""

@@ -10,13 +10,15 @@ import contextlib
 import dataclasses
 import enum
 import faulthandler
+import math
 import mmap
 import os
 import signal
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 class Phase(enum.IntEnum):
@@ -107,6 +109,14 @@ class Spent:
     training_s: float
     waited_s: float
     measured: int
+
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> Spent:
+        """Return the times whose fields are `values`, from another node. Raises TypeError or ValueError if they cannot be times."""
+        fit, updates, data_s, training_s, waited_s, measured = map(float, values)
+        if not all(0 <= each < math.inf for each in (fit, updates, data_s, training_s, waited_s, measured)):
+            raise ValueError("times are finite and not negative")
+        return cls(int(fit), int(updates), data_s, training_s, waited_s, int(measured))
 
 
 class Heartbeat:

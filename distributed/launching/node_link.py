@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.errors import TrainingError
+from distributed.launching.heartbeat import Spent
 from distributed.launching.listening import is_loopback, is_own_host
 from distributed.launching.node_rounds import SHOWN_AFTER_S
 from distributed.launching.node_server import BEAT_S, LOST_AFTER_S, seals
@@ -113,6 +114,8 @@ class NodeLink:
         # Whether another node waits for the next round because all workers agreed to save and end.
         self.is_regroup = False
         self.num_newcomers = 0  # on node 0: nodes that wait until the workers have saved
+        # On node 0: the newest times of the workers of each other node, by node rank, with the number of their round.
+        self.spent: dict[int, tuple[int, dict[int, Spent]]] = {}
         self.welcome: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._serve, name="node 0", daemon=True)
 
@@ -191,6 +194,12 @@ class NodeLink:
     def ended(self) -> NodesEndedError | None:
         """Why the run has ended on another node, or None."""
         return self._end
+
+    def report(self, round_number: int, spent: Mapping[int, Spent]) -> None:
+        """Send the times of the workers of this node in a round to node 0, by rank."""
+        with self._changed:
+            ranks = {str(rank): dataclasses.astuple(each) for rank, each in spent.items()}
+            self._send({"op": "spent", "round": round_number, "ranks": ranks})
 
     def fail(self, cause: str, code: int) -> None:
         """Tell the other nodes that this node has failed and is not restarted, so that they end with `code`."""
@@ -360,6 +369,9 @@ class NodeLink:
                     self._on_event({"kind": "warning", "text": f"{message['node']} {message['how']}: {text}"})
                 case "waiting":
                     self.num_newcomers = message["count"]
+                case "spent":
+                    ranks = {int(rank): Spent.of(times) for rank, times in message["ranks"].items()}
+                    self.spent[message["node"]] = (message["round"], ranks)
                 case "gone":
                     text = f"{message['node']} {message['how']}: going on without it"
                     self._on_event({"kind": "warning", "text": text})

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from distributed.launching.heartbeat import Spent
 from distributed.launching.seal import SealedConnection
 from distributed.state import OnEvent
 
@@ -95,7 +96,7 @@ class Rounds:
     # ------------------------------------------------------------------ messages and losses of nodes
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a node: it joins the next round, has failed, leaves on SIGTERM, or its workers are done."""
+        """Handle a message of a node: it joins the next round, has failed, leaves on SIGTERM, its workers are done, or their times."""
         member = self.members[rank]
         if message["op"] == "join":
             member.wants, member.offer, member.is_regroup = True, message["offer"], bool(message["is_regroup"])
@@ -104,6 +105,9 @@ class Rounds:
                 for leaving in list(self._leaving):
                     self._let_go(leaving)
             self._begin_round_if_complete()
+        elif message["op"] == "spent":
+            times = {str(int(each)): dataclasses.astuple(Spent.of(of)) for each, of in message["ranks"].items()}
+            self.send({"op": "spent", "node": rank, "round": int(message["round"]), "ranks": times}, 0)
         elif message["op"] == "failed":
             self._finish(message["cause"], rank, code=message["code"], but=rank)
         elif message["op"] == "leaving":

@@ -24,6 +24,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from distributed.config.registry import versions_of
 from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
+from distributed.launching.heartbeat import Spent
 from distributed.launching.listening import is_own_host, listen_at
 from distributed.launching.node_link import NodeLink, NodesEndedError, Round
 from distributed.launching.node_server import NodeServer
@@ -134,6 +135,13 @@ class OneNode(RendezvousHandler):
     def leave(self, how: str, *, is_regroup: bool) -> None:
         """Tell the other nodes that this one leaves the run and that they go on, as `NodeLink.leave` does."""
 
+    def report(self, spent: Mapping[int, Spent]) -> None:
+        """Send the times of the workers of this node to node 0, by rank."""
+
+    def spent_elsewhere(self) -> Mapping[int, Spent] | None:
+        """Return the newest times of the workers of all other nodes by rank, or None if those of a node are not known yet."""
+        return {}
+
     def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
         """Tell the other nodes how the workers of this one ended, and wait for theirs if `waits`, as `NodeLink.finish` does."""
 
@@ -203,6 +211,18 @@ class ManyNodes(OneNode):
     @property
     def ended(self) -> NodesEndedError | None:
         return self._link.ended
+
+    def report(self, spent: Mapping[int, Spent]) -> None:
+        self._link.report(self.round.number, spent)
+
+    def spent_elsewhere(self) -> Mapping[int, Spent] | None:
+        of_round = {
+            node: spent for node, (number, spent) in list(self._link.spent.items()) if number == self.round.number
+        }
+        others = [node for node in self.round.ranks if node != self.request.node_rank]
+        if not all(node in of_round for node in others):
+            return None
+        return {rank: each for node in others for rank, each in of_round[node].items()}
 
     def fail(self, cause: str, code: int) -> None:
         self._link.fail(cause, code)

@@ -1,29 +1,29 @@
-"""Look for a worker of this node that slows the others down, and name it once."""
+"""Look for a worker that slows the others down, and name it once."""
 
 from __future__ import annotations
 
-import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
-from distributed.launching.heartbeat import Board
+from distributed.launching.heartbeat import Board, Spent
 from distributed.launching.slow_ranks import SlowRank, SlowWatch
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
 
 class SlowCheck:
-    """Check the workers of each attempt of this node.
+    """Check the workers of each attempt. With several nodes, node 0 checks those of all nodes.
 
     Args:
         run: the run directory, whose journal gets an event.
         display: shows the warning.
-        board: the progress and the times of the workers.
-        node: the name of this node, if there are several.
+        board: the progress and the times of the workers of this node.
+        node_of: returns (the name of the node of a rank, such as "node 1 (b)", or "" if there is only one node; its host name).
     """
 
-    def __init__(self, run: RunDirectory, display: Display, board: Board, node: str) -> None:
-        self._run, self._display, self._board = run, display, board
-        self._where = f" on {node}" if node else ""
+    def __init__(
+        self, run: RunDirectory, display: Display, board: Board, node_of: Callable[[int], tuple[str, str]]
+    ) -> None:
+        self._run, self._display, self._board, self._node_of = run, display, board, node_of
         self._named: set[int] = set()  # the ranks that were named in this run
         self.begin()
 
@@ -31,19 +31,28 @@ class SlowCheck:
         """Begin an attempt."""
         self._watch = SlowWatch()
 
-    def look(self, ranks: Mapping[int, int]) -> None:
-        """Report a worker that is slow. `ranks` maps the local rank of each worker to check to its rank."""
-        found = self._watch.look({index: self._board.spent(index) for index in ranks})
-        if found is None or ranks[found.key] in self._named:
+    def look(self, ranks: Mapping[int, int], elsewhere: Mapping[int, Spent]) -> None:
+        """Report a worker that is slow.
+
+        Args:
+            ranks: the rank of each worker of this node that is checked, by its local rank.
+            elsewhere: the times of the workers of the other nodes, by rank.
+        """
+        found = self._watch.look({**self.spent(ranks), **elsewhere})
+        if found is None or found.rank in self._named:
             return
-        rank = ranks[found.key]
-        self._named.add(rank)
-        text = f"rank {rank}{self._where} slows the others down: {_in_words(found)}"
+        self._named.add(found.rank)
+        node, host = self._node_of(found.rank)
+        text = f"rank {found.rank}{' on ' * bool(node)}{node} slows the others down: {_in_words(found)}"
         self._run.event(
-            "slow_rank", step=self._board.progress(found.key).step, rank=rank, host=socket.gethostname(), cause=text,
+            "slow_rank", step=max(self._board.progress(index).step for index in ranks), rank=found.rank, host=host, cause=text,
             data=round(found.data, 3), compute=round(found.compute, 3), communication=round(found.communication, 3),
         )  # fmt: skip
         self._display.handle({"kind": "warning", "text": text})
+
+    def spent(self, ranks: Mapping[int, int]) -> dict[int, Spent]:
+        """Return the times of workers of this node by rank. `ranks` maps their local ranks to their ranks."""
+        return {rank: self._board.spent(index) for index, rank in ranks.items()}
 
 
 def _in_words(found: SlowRank) -> str:

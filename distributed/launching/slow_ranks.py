@@ -1,4 +1,4 @@
-"""Decide from the times of the workers of one node whether one of them slows the others down. Uses no clock and no process."""
+"""Decide from the times of the workers whether one of them slows the others down. Uses no clock and no process."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class SlowRank:
     """A rank that slows the others down.
 
     Attributes:
-        key: the key of the rank.
+        rank: the rank.
         updates: the number of updates in a row in which it was slow.
         own_s: its seconds per update in these updates, without waiting for other ranks.
         others_s: the median of the same time of the other ranks.
         data, compute, communication: the shares of its time, which add up to 1.
     """
 
-    key: int
+    rank: int
     updates: int
     own_s: float
     others_s: float
@@ -79,10 +79,10 @@ class _Streak:
     def is_enough(self) -> bool:
         return self.windows >= _WINDOWS and self.updates >= UPDATES and self.times.own - self.others >= _LEAST_S
 
-    def found(self, key: int) -> SlowRank:
+    def found(self, rank: int) -> SlowRank:
         times, total = self.times, self.times.total
         return SlowRank(
-            key, self.updates, times.own / self.updates, self.others / self.updates, times.data / total, times.compute / total,
+            rank, self.updates, times.own / self.updates, self.others / self.updates, times.data / total, times.compute / total,
             times.waited / total,
         )  # fmt: skip
 
@@ -100,30 +100,30 @@ class SlowWatch:
         self._streaks: dict[int, _Streak] = {}
 
     def look(self, spent: Mapping[int, Spent]) -> SlowRank | None:
-        """Return a rank that is slow, or None. `spent` has the times of the workers that have not ended, by any key."""
+        """Return a rank that is slow, or None. `spent` has the times of the workers that have not ended, by rank."""
         if not _continues(self._begun, spent):
             self._begun, self._streaks = dict(spent), {}
             return None
-        if not all(_is_window(self._begun[key], each) for key, each in spent.items()):
+        if not all(_is_window(self._begun[rank], each) for rank, each in spent.items()):
             return None
-        updates = min(each.updates - self._begun[key].updates for key, each in spent.items())
+        updates = min(each.updates - self._begun[rank].updates for rank, each in spent.items())
         times = _per_update(self._begun, spent)
         self._begun = dict(spent)
         return self._judge(times, updates)
 
     def _judge(self, times: Mapping[int, _Times], updates: int) -> SlowRank | None:
-        for key, mine in times.items():
-            others = statistics.median(each.own for other, each in times.items() if other != key)
+        for rank, mine in times.items():
+            others = statistics.median(each.own for other, each in times.items() if other != rank)
             if mine.own < FACTOR * others:
-                self._streaks.pop(key, None)
+                self._streaks.pop(rank, None)
             else:
-                self._streaks.setdefault(key, _Streak()).add(updates, mine, others)
-        return next((each.found(key) for key, each in self._streaks.items() if each.is_enough), None)
+                self._streaks.setdefault(rank, _Streak()).add(updates, mine, others)
+        return next((each.found(rank) for rank, each in self._streaks.items() if each.is_enough), None)
 
 
 def _continues(begun: Mapping[int, Spent], spent: Mapping[int, Spent]) -> bool:
     """Return whether there are several workers, the same as before, in the same fit."""
-    return len(spent) > 1 and begun.keys() == spent.keys() and all(spent[key].fit == begun[key].fit for key in spent)
+    return len(spent) > 1 and begun.keys() == spent.keys() and all(spent[rank].fit == begun[rank].fit for rank in spent)
 
 
 def _is_window(begun: Spent, now: Spent) -> bool:
@@ -134,13 +134,13 @@ def _is_window(begun: Spent, now: Spent) -> bool:
 def _per_update(begun: Mapping[int, Spent], now: Mapping[int, Spent]) -> dict[int, _Times]:
     """Return the seconds per update of each rank since `begun`."""
     found: dict[int, _Times] = {}
-    for key, each in now.items():
-        before = begun[key]
+    for rank, each in now.items():
+        before = begun[rank]
         updates, measured = each.updates - before.updates, each.measured - before.measured
         training = (each.training_s - before.training_s) / updates
         waited = min((each.waited_s - before.waited_s) / measured, training) if measured else 0.0
-        found[key] = _Times((each.data_s - before.data_s) / updates, training - waited, waited)
-    if all(each.measured > begun[key].measured for key, each in now.items()):
+        found[rank] = _Times((each.data_s - before.data_s) / updates, training - waited, waited)
+    if all(each.measured > begun[rank].measured for rank, each in now.items()):
         return found
     least = min(each.compute for each in found.values())
-    return {key: _Times(each.data, least, each.compute + each.waited - least) for key, each in found.items()}
+    return {rank: _Times(each.data, least, each.compute + each.waited - least) for rank, each in found.items()}

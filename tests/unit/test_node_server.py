@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from distributed.launching import node_link, node_rounds, node_server
+from distributed.launching.heartbeat import Spent
 from distributed.launching.listening import listen_at
 from distributed.launching.node_link import NodeLink, NodesEndedError, Round
 from distributed.launching.node_server import NodeServer
@@ -137,6 +138,31 @@ def test_node_0_says_for_which_nodes_it_waits(make: Callable[..., Nodes], monkey
     until(lambda: any(line.startswith("notice: waiting ") for line in nodes.shown))
     (line,) = (line for line in nodes.shown if line.startswith("notice: waiting "))
     assert line.endswith(" s for nodes 1, 3 (start_timeout)")
+
+
+def test_node_0_gets_the_times_of_the_workers_of_the_other_nodes(make: Callable[..., Nodes]) -> None:
+    nodes = make(3)
+    others = [nodes.connected(1), nodes.connected(2)]
+    nodes.begin(nodes.zero, *others)
+    times = {2: Spent(1, 40, 0.5, 1.25, 0.25, 4), 3: Spent(1, 41, 0.0, 1.5, 0.0, 0)}
+    others[0].report(1, times)
+    others[1].report(1, {})
+    until(lambda: len(nodes.zero.spent) == 2)
+    assert nodes.zero.spent == {1: (1, times), 2: (1, {})} and others[1].spent == {}
+
+
+@pytest.mark.parametrize(
+    "bad", [[1, 2], [1, 2, 3, 4, 5, -1], [1, 2, "x", 4, 5, 6], [1, 2, float("nan"), 4, 5, 6], None]
+)
+def test_times_that_cannot_be_break_the_connection_of_their_sender_alone(make: Callable[..., Nodes], bad: Any) -> None:
+    nodes = make(2)
+    one = nodes.connected(1)
+    nodes.begin(nodes.zero, one)
+    before = one._connection
+    with one._changed:
+        one._send({"op": "spent", "round": 1, "ranks": {"1": bad}})
+    until(lambda: one._connection is not before and one._connection is not None)  # the link connects again
+    assert nodes.zero.spent == {} and nodes.zero.ended is None and one.ended is None
 
 
 def test_a_node_that_wants_another_round_lets_the_others_know(make: Callable[..., Nodes]) -> None:

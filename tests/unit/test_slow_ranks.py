@@ -47,7 +47,7 @@ class Ranks:
 def test_a_rank_with_slow_data_is_found(num, is_measured):
     data = [1 * MS] * (num - 1) + [60 * MS]
     found = Ranks(num, is_measured=is_measured).train(80, data, [20 * MS] * num)
-    assert found.key == num - 1 and 50 <= found.updates <= 60
+    assert found.rank == num - 1 and 50 <= found.updates <= 60
     assert found.own_s == pytest.approx(80 * MS) and found.others_s == pytest.approx(21 * MS)
     assert (found.data, found.compute, found.communication) == pytest.approx((0.75, 0.25, 0.0))
 
@@ -55,7 +55,7 @@ def test_a_rank_with_slow_data_is_found(num, is_measured):
 @pytest.mark.parametrize("num", [2, 3, 8])
 def test_a_rank_with_slow_passes_is_found(num):
     found = Ranks(num).train(80, [5 * MS] * num, [75 * MS] + [20 * MS] * (num - 1))
-    assert found.key == 0 and (found.data, found.compute) == pytest.approx((1 / 16, 15 / 16))
+    assert found.rank == 0 and (found.data, found.compute) == pytest.approx((1 / 16, 15 / 16))
 
 
 def test_if_the_waiting_is_not_measured_slow_passes_are_not_found():
@@ -78,7 +78,7 @@ def test_a_rank_that_is_slow_for_a_few_updates_only_is_not_found(look_every):
 def test_a_rank_that_delays_the_others_by_less_than_a_second_is_not_found():
     ranks = Ranks(2)
     assert ranks.train(900, [0.0, 1 * MS], [0.5 * MS] * 2) is None
-    assert ranks.train(300, [0.0, 1 * MS], [0.5 * MS] * 2).key == 1
+    assert ranks.train(300, [0.0, 1 * MS], [0.5 * MS] * 2).rank == 1
 
 
 def test_another_fit_and_other_workers_begin_anew():
@@ -116,13 +116,15 @@ def test_a_worker_adds_up_its_times_and_the_launcher_names_a_slow_one_once(tmp_p
     for index, worker in enumerate(workers):
         worker.attach(board._slot(index))
         worker.begin(0, compiles=False, timeout_s=9.0)
-    check = SlowCheck(RunDirectory(tmp_path), Display(io.StringIO(), live=False), board, "node 1 (b)")
+    check = SlowCheck(
+        RunDirectory(tmp_path), Display(io.StringIO(), live=False), board, lambda rank: ("node 1 (b)", "b")
+    )
     for step in range(1, 201):
         beat(workers[0], step, clock, 0.01, 0.05)
         beat(workers[1], step, clock, 0.04, 0.02)
         workers[0].waited(0.04, 1)
         workers[1].waited(0.0, 1)
-        check.look({0: 4, 1: 5})
+        check.look({0: 4, 1: 5}, {})
         if step == 100:
             check.begin()  # a restart
     spent = board.spent(0)
@@ -135,6 +137,7 @@ def test_a_worker_adds_up_its_times_and_the_launcher_names_a_slow_one_once(tmp_p
     assert line.endswith(" others 20 ms in the median (data 67%, compute 33%, communication 0% of its time)")
     (event,) = [json.loads(each) for each in (tmp_path / "events.jsonl").read_text().splitlines()]
     assert (event["event"], event["rank"], event["data"], event["compute"]) == ("slow_rank", 5, 0.667, 0.333)
+    assert event["host"] == "b"
 
 
 def test_the_first_batch_of_an_epoch_and_callbacks_do_not_count():
