@@ -111,6 +111,8 @@ class BackendEntry:
     peer_errors: PeerErrors = PeerErrors()  # in one entry of each library
     # Parts of the paths of a library's files in which a rank waits for the others, in one entry of each library.
     waits_in: tuple[str, ...] = ()
+    # The same of the files in which a rank waits for its loader processes, or a loader process for its rank.
+    loads_in: tuple[str, ...] = ()
     listens: str = ""  # warning about ports that several workers open to other machines and cannot close
 
     @property
@@ -177,6 +179,7 @@ REGISTRY: dict[str, BackendEntry] = {
             active_profiler="distributed.backends._torch.caller:active_profiler",
             picklable="distributed.backends._torch.caller:picklable", peer_errors=_TORCH_PEER_ERRORS,
             waits_in=("/torch/distributed/", "/torch/autograd/graph.py"),  # DDP waits in the backward pass
+            loads_in=("/torch/utils/data/dataloader.py", "/torch/utils/data/_utils/worker.py", "/torch/multiprocessing/"),
             training_options={
                 f"ddp_{name}": name for name in ("find_unused_parameters", "bucket_cap_mb", "static_graph")
             },

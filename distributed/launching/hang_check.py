@@ -1,15 +1,16 @@
-"""Look for a worker of this node that hangs: name it, and keep the stacks of all workers in the run directory."""
+"""Look for a worker of this node that hangs: name it, and keep the stacks of all workers and loader processes in the run directory."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from distributed.launching.causes import Failure
 from distributed.launching.hangs import SLOW, HangWatch, Suspects, culprit
 from distributed.launching.heartbeat import Board, Progress
+from distributed.launching.loader_stacks import LoaderProcess, awaited, collect_of_loaders
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stacks import collect, line_in_script, seen_from_outside, waits_in, why_silent
 from distributed.loggers.console import Display
@@ -72,22 +73,28 @@ class HangCheck:
     def _judge(self, suspects: Suspects, ranks: Mapping[int, int], limit: str) -> Failure | None:
         """Ask for the stacks, keep them, and name the worker that hangs. `limit` is the setting that it has exceeded."""
         all_progress = {index: self._board.progress(index) for index in ranks}
-        stacks = collect(self._board, {index: progress.pid for index, progress in all_progress.items()}, self._ask)
-        kept = f"stacks are in {self._keep(stacks, all_progress, ranks)}"
+        pids = {index: progress.pid for index, progress in all_progress.items()}
+        stacks, loaders = collect(self._board.stacks, pids, self._ask), collect_of_loaders(pids)
+        kept = f"stacks are in {self._keep(stacks, loaders, all_progress, ranks)}"
+        awaited_by = {index: awaited(stacks[index], loaders[index]) for index in ranks}
         silent = [index for index, text in stacks.items() if not text]
         waiting, is_alone = [index for index, text in stacks.items() if waits_in(text)], self._request.num_nodes == 1
         where = f"{suspects.progress.words}: no progress for {suspects.still_s:.0f} s ({limit})"
         found = culprit(suspects, silent, waiting, is_alone=is_alone)
         if found is not None:
-            script = line_in_script(stacks[found])
-            why = why_silent(all_progress[found].pid) or (script and f"it is at {script}")
-            text = f"rank {ranks[found]}{self._node} hangs {where}{', ' * bool(why)}{why}; {kept}"
+            loader, script = awaited_by[found], line_in_script(stacks[found])
+            why = _why(pids[found], stacks[found])
+            if loader is not None:
+                script = line_in_script(loader.stacks) or script
+                why = f", its loader process {loader.number} stands still{_why(loader.pid, loader.stacks)}"
+            text = f"rank {ranks[found]}{self._node} hangs {where}{why}; {kept}"
             return _failure(ranks[found], text, suspects.progress, script)
         names, is_one = ", ".join(str(ranks[index]) for index in suspects.keys), len(suspects.keys) == 1
         stand = f"rank{'' if is_one else 's'} {names}{self._node} stand{'s' * is_one} still {where}"
         if is_alone:
             text = f"{stand}, and none of them could be singled out as the cause; {kept}"
-            places = (_place(ranks[index], stacks[index]) for index in suspects.keys[:_MOST_LOCATIONS])
+            keys = suspects.keys[:_MOST_LOCATIONS]
+            places = (_place(ranks[index], stacks[index], awaited_by[index]) for index in keys)
             return _failure(ranks[suspects.keys[0]], text, suspects.progress, ", ".join(filter(None, places)))
         self._undecided = suspects.progress.beats
         text = f"{stand}, perhaps because of a rank on another node; {kept}"
@@ -95,21 +102,39 @@ class HangCheck:
         self._run.event("stands_still", cause=text)
         return None
 
-    def _keep(self, stacks: Mapping[int, str], all_progress: Mapping[int, Progress], ranks: Mapping[int, int]) -> Path:
-        """Write the stacks of each rank into a new directory of the run, and return the directory."""
+    def _keep(
+        self, stacks: Mapping[int, str], loaders: Mapping[int, Sequence[LoaderProcess]],
+        all_progress: Mapping[int, Progress], ranks: Mapping[int, int],
+    ) -> Path:  # fmt: skip
+        """Write the stacks of each rank and loader process into a new directory of the run, and return the directory."""
         directory = self._run.logs / f"stacks-{time.strftime('%Y%m%d-%H%M%S')}"
         with contextlib.suppress(OSError):  # report the hang even if the disk is full
             directory.mkdir(parents=True, exist_ok=True)
             for index, text in stacks.items():
-                head = f"rank {ranks[index]}{self._node}, process {all_progress[index].pid}: {all_progress[index].words}\n\n"
+                rank = f"rank {ranks[index]}{self._node}"
+                head = f"{rank}, process {all_progress[index].pid}: {all_progress[index].words}\n\n"
                 (directory / f"rank-{ranks[index]}.txt").write_text(head + (text or _instead(all_progress[index].pid)))
+                for each in loaders[index]:
+                    head = f"loader process {each.number} of {rank}, process {each.pid}\n\n"
+                    # The loaders of training and of validation may each have a process of this number.
+                    with (directory / f"rank-{ranks[index]}-loader-{each.number}.txt").open("a") as file:
+                        file.write(head + (each.stacks or _instead(each.pid)))
         return directory
 
 
-def _place(rank: int, stacks: str) -> str:
+def _why(pid: int, stacks: str) -> str:
+    """Return the line of the user's code at which a process is, or why it did not answer, after a comma, or ""."""
+    line = line_in_script(stacks)
+    reason = line and f"it is at {line}" if stacks else why_silent(pid)
+    return f", {reason}" if reason else ""
+
+
+def _place(rank: int, stacks: str, loader: LoaderProcess | None) -> str:
     """Return where a rank is, such as "rank 1 in all_gather at train.py, line 30, in evaluate", or "" if that is not known."""
-    function, line = waits_in(stacks), line_in_script(stacks)
-    return f"rank {rank}{f' in {function}' if function else ''} at {line}" if line else ""
+    place, line = waits_in(stacks), line_in_script(stacks)
+    if loader is not None:
+        place, line = f"loader process {loader.number}", line_in_script(loader.stacks) or line
+    return f"rank {rank}{f' in {place}' if place else ''} at {line}" if line else ""
 
 
 def _failure(rank: int, text: str, progress: Progress, location: str = "") -> Failure:

@@ -17,7 +17,7 @@ import signal
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -127,6 +127,7 @@ class Heartbeat:
         self._beats = 0
         self._sum, self._since = 0, 0  # the integer that counts the time of the phase, or 0, and when the phase began
         self.is_read = False  # whether a launcher reads the memory
+        self.writes_stacks = False  # whether this process writes its stacks on request
 
     def attach(self, slot: memoryview) -> None:
         """Write into the shared memory `slot` from now on."""
@@ -207,6 +208,7 @@ class Board:
         if not self._stacks:
             return
         faulthandler.register(STACKS_SIGNAL, self._stacks[index], all_threads=True)
+        _heartbeat.writes_stacks = True
         if not faulthandler.is_enabled():  # the user may have set PYTHONFAULTHANDLER
             faulthandler.enable(self._stacks[index], all_threads=True)
 
@@ -233,17 +235,18 @@ class Board:
 
     def crash(self, index: int) -> str:
         """Return the stacks that a worker has written when a signal such as SIGSEGV ended it, or ""."""
-        _, head, text = (self.stacks(index, 0) if self._stacks else "").rpartition(_CRASH)
+        _, head, text = (read_stacks(self._stacks[index]) if self._stacks else "").rpartition(_CRASH)
         return head + text.partition("\nExtension modules: ")[0] if head else ""
 
-    def stacks_size(self, index: int) -> int:
-        """Return how many bytes of stacks a worker has written so far."""
-        return os.fstat(self._stacks[index]).st_size
+    @property
+    def stacks(self) -> Mapping[int, int]:
+        """The descriptors of the files into which the workers write their stacks, by the index of the worker."""
+        return dict(enumerate(self._stacks))
 
-    def stacks(self, index: int, begin: int) -> str:
-        """Return the stacks that a worker has written from byte `begin` on."""
-        fd = self._stacks[index]
-        return os.pread(fd, max(0, self.stacks_size(index) - begin), begin).decode(errors="replace")
+
+def read_stacks(fd: int, begin: int = 0) -> str:
+    """Return the stacks that a process has written into a file from byte `begin` on."""
+    return os.pread(fd, max(0, os.fstat(fd).st_size - begin), begin).decode(errors="replace")
 
 
 def _unnamed_file() -> int:

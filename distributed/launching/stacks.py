@@ -1,9 +1,11 @@
-"""Ask the workers of a node for the stacks of their threads, and read from these stacks where a worker is."""
+"""Ask processes of a node for the stacks of their threads, and read from these stacks where a process is."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import multiprocessing.process
+import os
 import re
 import shutil
 import subprocess
@@ -15,7 +17,7 @@ from pathlib import Path
 
 from distributed.config.registry import REGISTRY
 from distributed.launching.causes import is_ours, is_users
-from distributed.launching.heartbeat import Board
+from distributed.launching.heartbeat import read_stacks
 from distributed.runs.processes import stat_of
 
 _ANSWER_S = 3.0  # time for a worker to answer
@@ -23,6 +25,7 @@ _PY_SPY_S = 5.0
 _POLL_S = 0.05
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 _WRAPPERS = ("wrapper", "inner")  # what decorators call the function that they return
+_PROCESS = multiprocessing.process.__file__  # a child process begins in its function `_bootstrap`
 _STDLIB = (sysconfig.get_path("stdlib"), f"{sys.base_prefix}/lib/python")
 # State letters in /proc of processes that cannot answer. A process may leave the state D at any moment.
 _STOPPED = ("T", "t")
@@ -33,19 +36,25 @@ _STATES = {
 }
 
 
-def collect(board: Board, pids: Mapping[int, int], ask: Callable[[], None]) -> dict[int, str]:
-    """Return the stacks of workers, "" for those that do not answer. `pids` has their process ids, and `ask` sends the request."""
-    before = {index: board.stacks_size(index) for index in pids}
+def collect(fds: Mapping[int, int], pids: Mapping[int, int], ask: Callable[[], None]) -> dict[int, str]:
+    """Return the stacks of processes, "" for those that do not answer.
+
+    Args:
+        fds: the descriptors of the files into which the processes write their stacks, by any key.
+        pids: the process ids, by the same keys.
+        ask: called to send the request.
+    """
+    before = {key: os.fstat(fds[key]).st_size for key in pids}
     ask()
     sizes, deadline = dict(before), time.monotonic() + _ANSWER_S
     while time.monotonic() < deadline:
         time.sleep(_POLL_S)
-        now = {index: board.stacks_size(index) for index in pids}
+        now = {key: os.fstat(fds[key]).st_size for key in pids}
         # A stack is complete when it has not grown since the last look.
         if all(before[i] < now[i] == sizes[i] or _state_of(pids[i]) in _STOPPED for i in pids):
             break
         sizes = now
-    return {index: board.stacks(index, begin) for index, begin in before.items()}
+    return {key: read_stacks(fds[key], begin) for key, begin in before.items()}
 
 
 def why_silent(pid: int) -> str:
@@ -93,11 +102,22 @@ def waits_in(stacks: str) -> str:
     return next((name for name in names if not name.startswith("_") and name not in _WRAPPERS), names[0])
 
 
+def passes_batches(stacks: str) -> bool:
+    """Return whether the main thread of a rank waits for a loader process, or that of a loader process for its rank."""
+    files = [part for entry in REGISTRY.values() for part in entry.loads_in]
+    innermost = next((name for name, _, _ in _frames(stacks)), "")
+    return any(part in innermost for part in files)
+
+
 def _frames(stacks: str) -> list[tuple[str, str, str]]:
-    """Return file, line and function of each frame of the main thread, innermost first, without those of Python's own library."""
+    """Return file, line and function of each frame of the main thread, innermost first, without those of Python's own library.
+
+    A process that was forked has the frames of its parent too, which are left out.
+    """
     main = stacks.rpartition("hread 0x")[2]  # faulthandler writes the main thread last
     frames: list[tuple[str, str, str]] = _FRAME.findall(main)
-    return [frame for frame in frames if not frame[0].startswith("<") and not _is_pythons(frame[0])]
+    own = itertools.takewhile(lambda frame: not (frame[0] == _PROCESS and frame[2] == "_bootstrap"), frames)
+    return [frame for frame in own if not frame[0].startswith("<") and not _is_pythons(frame[0])]
 
 
 def _is_pythons(name: str) -> bool:

@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
@@ -124,6 +125,26 @@ def stat_of(pid: int) -> ProcessStat | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain blanks
     return ProcessStat(fields[0], int(fields[1]), fields[19])
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that process `pid` or one of its descendants has started. Return none if there is no /proc."""
+    entries = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    parents = {each: stat.parent for each in entries if (stat := stat_of(each)) is not None}
+    found = [pid]
+    for parent in found:
+        found += [each for each, its_parent in parents.items() if its_parent == parent]
+    return found[1:]
+
+
+def handles(pid: int, number: int) -> bool:
+    """Return whether process `pid` has a handler for a signal, so that the signal does not end it."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(errors="replace")
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*(\w+)", text, re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 
 
 def skip_teardown() -> None:

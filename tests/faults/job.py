@@ -55,11 +55,11 @@ class Samples(Dataset[Any]):
             loop_for_ever()
         if index == 17 and FAULT in ("bad-sample", "bad-sample-in-loader"):
             raise ValueError(f"sample {index} cannot be read")
-        if index == 17 and FAULT == "loader-killed":
+        if index == 17 and FAULT in IN_LOADER:
             time.sleep(
                 0.5
-            )  # until the rank waits for this sample: torch raises the error wherever the rank is at that time
-            os.kill(os.getpid(), signal.SIGKILL)
+            )  # until the rank waits for this sample: the end of a process is reported wherever the rank is
+            IN_LOADER[FAULT]()
         if index == 17 and FAULT == "nan":
             return self.x[index] * float("nan"), 0
         return self.x[index], index % 3
@@ -124,6 +124,11 @@ def device_asserts() -> None:
     raise torch.AcceleratorError("CUDA error: device-side assert triggered")
 
 
+IN_LOADER = {
+    "loader-killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "loader-stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "loop-loader": loop_for_ever,
+}
 OF_RANK_1 = {
     "device-assert": device_asserts,  # the host learns of it after the step
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -189,7 +194,7 @@ if __name__ == "__main__":
     if FAULT in ("disk-full", "disk-stays-full"):
         fill_disk()
     settings: dict[str, Any] = {"gradient_clipping": -1} if FAULT == "setting" else {}
-    in_loader = FAULT in ("loader-killed", "bad-sample-in-loader")
+    in_loader = FAULT in (*IN_LOADER, "bad-sample-in-loader")
     data: Any = DataLoader(Samples(), batch_size=4, num_workers=1) if in_loader else Samples()
     trainer = Trainer(
         Net, training_step=training_step, callbacks=[Fault()], global_batch_size=8, shuffle=False if not in_loader else None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import io
+import multiprocessing.process
 import os
 import re
 import subprocess
@@ -14,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launching import hang_check, stacks
+from distributed.launching import hang_check, loader_stacks, stacks
 from distributed.launching.causes import Failure
 from distributed.launching.hang_check import HangCheck
 from distributed.launching.hangs import HangWatch, Suspects, culprit
 from distributed.launching.heartbeat import Board, Heartbeat, Phase, Progress, progress_in
+from distributed.launching.loader_stacks import LoaderProcess, awaited
 from distributed.launching.request import LaunchRequest
 from distributed.launching.stacks import line_in_script, seen_from_outside, waits_in, why_silent
 from distributed.launching.verdicts import Verdict, Verdicts
@@ -214,6 +216,47 @@ def test_a_rank_that_waits_for_others_is_told_from_one_that_hangs(frames, functi
     assert line_in_script(stacks) == (f"{SCRIPT[0]}, line 9, in step" if frames else "")
 
 
+READS, LOOPS = (
+    (f"{PACKAGES}/torch/utils/data/dataloader.py", "_get_data"),
+    (f"{PACKAGES}/torch/utils/data/_utils/worker.py", "_worker_loop"),
+)
+RECEIVES = (f"{PACKAGES}/torch/multiprocessing/reductions.py", "rebuild_storage_fd")
+FORKED = [
+    (multiprocessing.process.__file__, "_bootstrap"),
+    READS,
+    OURS,
+    SCRIPT,
+]  # frames of the rank, below those of its child
+IDLE, READING = (
+    main_thread(PYTHON, LOOPS, *FORKED),
+    main_thread(PYTHON, ("/home/me/data.py", "__getitem__"), OURS, LOOPS, *FORKED),
+)
+IN_LIBRARY = main_thread((f"{PACKAGES}/torchvision/datasets/folder.py", "__getitem__"), OURS, LOOPS, *FORKED)
+
+
+@pytest.mark.parametrize(
+    ("rank", "loaders", "number", "line"),
+    [
+        (main_thread(PYTHON, READS, OURS, SCRIPT), [IDLE, READING], 1, "/home/me/data.py, line 9, in __getitem__"),
+        (main_thread(PYTHON, RECEIVES, PYTHON, READS, OURS, SCRIPT), [READING, IDLE], 0, "/home/me/data.py, line 9, in __getitem__"),
+        (main_thread(PYTHON, READS, OURS, SCRIPT), [IDLE, IN_LIBRARY], 1, ""),
+        (main_thread(PYTHON, READS, OURS, SCRIPT), [READING, ""], 1, ""),  # stopped
+        (main_thread(PYTHON, READS, OURS, SCRIPT), [IDLE, IDLE], None, ""),
+        (main_thread(SCRIPT, OURS, SCRIPT), [READING, ""], None, ""),  # the rank does not wait for a batch
+        ("", [READING, ""], None, ""),
+    ],
+)  # fmt: skip
+def test_the_loader_process_for_which_a_rank_waits_is_named_with_its_line(monkeypatch, rank, loaders, number, line):
+    monkeypatch.setattr(loader_stacks, "why_silent", lambda pid: "it is stopped (SIGSTOP)")
+    found = awaited(rank, [LoaderProcess(i, 0, text) for i, text in enumerate(loaders)])
+    assert (found and found.number) == number and line_in_script(found.stacks if found else "") == line
+
+
+def test_a_loader_process_that_has_reset_its_handler_is_not_named():
+    found = awaited(main_thread(READS, SCRIPT), [LoaderProcess(0, os.getpid(), ""), LoaderProcess(1, 0, READING)])
+    assert found.number == 1
+
+
 def test_stacks_are_read_as_python_writes_them():
     stacks = stacks_of(lambda dump: dump())
     assert not waits_in(stacks)
@@ -248,7 +291,7 @@ def check(tmp_path, monkeypatch):
     """Return a HangCheck of two ranks, its board, its clock, and what it shows."""
     clock, screen = [0.0], io.StringIO()
     monkeypatch.setattr(hang_check.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(hang_check, "collect", lambda board, pids, ask: dict.fromkeys(pids, ""))
+    monkeypatch.setattr(hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, ""))
     monkeypatch.setattr(hang_check, "seen_from_outside", lambda pid: "")
     board = Board(2)
 
@@ -303,6 +346,53 @@ def test_a_hang_names_rank_step_and_the_directory_with_a_file_for_each_rank(chec
 
 
 @pytest.mark.parametrize(
+    ("loader", "rest"),
+    [(READING, ", it is at /home/me/data.py, line 9, in __getitem__; stacks"), (IN_LIBRARY, "; stacks"), ("", ", it is stopped (SIGSTOP); stacks")],
+)  # fmt: skip
+def test_a_hang_in_a_loader_process_names_it_and_keeps_its_stacks(check, tmp_path, monkeypatch, loader, rest):
+    make, board, clock, _ = check
+    rank = main_thread(PYTHON, READS, OURS, SCRIPT)
+    for module in (hang_check, loader_stacks):
+        monkeypatch.setattr(module, "why_silent", lambda pid: "it is stopped (SIGSTOP)")
+    monkeypatch.setattr(hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, rank))
+    loaders = {
+        0: [LoaderProcess(0, 5, READING)],
+        1: [LoaderProcess(0, 6, IDLE), LoaderProcess(1, 7, loader), LoaderProcess(1, 8, IDLE)],
+    }
+    monkeypatch.setattr(hang_check, "collect_of_loaders", lambda pids: loaders)
+    train(board, 9, 8)
+    found = stand(board, clock, make(hang_timeout=2.0), 3)
+    assert (
+        f"rank 1 hangs in step 8 (training): no progress for 2 s (hang_timeout=2), its loader process 1 stands still{rest}"
+        in str(found)
+    )
+    assert found.location == (line_in_script(loader) or f"{SCRIPT[0]}, line 9, in step")
+    (directory,) = (tmp_path / "logs").glob("stacks-*")
+    assert {path.name for path in directory.iterdir()} == {
+        "rank-0.txt", "rank-1.txt", "rank-0-loader-0.txt", "rank-1-loader-0.txt", "rank-1-loader-1.txt",
+    }  # fmt: skip
+    kept = (directory / "rank-1-loader-1.txt").read_text()
+    assert kept.startswith(
+        "loader process 1 of rank 1, process 7\n\n" + (loader or "The process did not answer: it is stopped")
+    )
+    assert "loader process 1 of rank 1, process 8\n\n" in kept  # of another loader
+
+
+def test_ranks_whose_loader_processes_all_stand_are_listed_with_their_lines(check, monkeypatch):
+    make, board, clock, _ = check
+    monkeypatch.setattr(
+        hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, main_thread(READS, OURS, SCRIPT))
+    )
+    monkeypatch.setattr(
+        hang_check, "collect_of_loaders", lambda pids: {i: [LoaderProcess(i, 5, READING)] for i in pids}
+    )
+    train(board, 9, 9)
+    found = stand(board, clock, make(hang_timeout=2.0), 3)
+    places = [f"rank {i} in loader process {i} at /home/me/data.py, line 9, in __getitem__" for i in (0, 1)]
+    assert found.location == ", ".join(places)
+
+
+@pytest.mark.parametrize(
     ("slow", "limit"), [(None, "no progress for 20 s (10 times hang_timeout=2)"), (4.0, "4 s (hang_timeout_slow=4)")]
 )
 def test_a_hang_in_a_save_names_its_own_limit(check, slow, limit):
@@ -331,7 +421,7 @@ def test_the_time_in_which_the_agent_itself_was_stopped_does_not_count(check):
 
 def test_ranks_that_may_wait_for_another_node_are_shown_once_and_not_ended(check, monkeypatch):
     make, board, clock, screen = check
-    monkeypatch.setattr(hang_check, "collect", lambda board, pids, ask: dict.fromkeys(pids, "Thread 0x1\n"))
+    monkeypatch.setattr(hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, "Thread 0x1\n"))
     train(board, 9, 9)
     found = make(hang_timeout=2.0, num_nodes=2, node_rank=1)
     assert stand(board, clock, found, 10) is None

@@ -1,11 +1,15 @@
-"""The processes of a DataLoader: where their death is reported."""
+"""The processes of a DataLoader: where their death is reported, and their stacks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +18,11 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 from distributed.backends._torch import loader_processes  # noqa: E402
-from distributed.backends._torch.loader_processes import read_loader, stop_workers  # noqa: E402
+from distributed.backends._torch.loader_processes import WorkerInit, read_loader, stop_workers  # noqa: E402
+from distributed.launching.heartbeat import STACKS_SIGNAL, heartbeat  # noqa: E402
+from distributed.launching.loader_stacks import LoaderProcess, collect_of_loaders  # noqa: E402
+from distributed.launching.stacks import line_in_script, passes_batches, why_silent  # noqa: E402
+from distributed.runs.processes import die_with_parent  # noqa: E402
 from tests.conftest import poll  # noqa: E402
 
 
@@ -81,3 +89,82 @@ def test_whole_epochs_with_persistent_processes() -> None:
 
 def is_torchs_handler() -> bool:
     return signal.getsignal(signal.SIGCHLD).__module__ == "torch.utils.data._utils.signal_handling"
+
+
+# ------------------------------------------------------------------ stacks
+
+
+@contextlib.contextmanager
+def running(
+    batches: list[list[int]], function: Any = None, start_method: str = "fork", num_workers: int = 1
+) -> Iterator[Any]:
+    """Start the processes of a loader, as this package starts them. They are killed at the end."""
+    data = Numbers()
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_sampler=batches, num_workers=num_workers, multiprocessing_context=start_method,
+        worker_init_fn=WorkerInit(data, function),
+    )  # fmt: skip
+    iterator = iter(loader)
+    try:
+        next(iterator)
+        yield iterator
+    finally:
+        before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise
+        for worker in iterator._workers:
+            worker.kill()
+            worker.join()
+        stop_workers(iterator)
+        signal.signal(signal.SIGCHLD, before)
+
+
+def loaders_of_this_process() -> list[LoaderProcess]:
+    return collect_of_loaders({0: os.getpid(), 1: 0})[0]
+
+
+def in_user_code() -> list[LoaderProcess]:
+    """Return the loader processes of this process once the second one reads a sample."""
+    found = loaders_of_this_process()
+    return found if len(found) == 2 and line_in_script(found[1].stacks) else []
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
+def test_each_loader_process_writes_its_stacks(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+    """Process 0 has nothing to read, and process 1 reads for ever."""
+    monkeypatch.setattr(heartbeat(), "writes_stacks", True)
+    with running([[0], [40]], None, start_method, 2):
+        idle, reading = poll(in_user_code, 50, lambda: str(loaders_of_this_process()))
+        assert (idle.number, reading.number) == (0, 1)
+        assert passes_batches(idle.stacks) and line_in_script(idle.stacks) == ""
+        assert line_in_script(reading.stacks).endswith(", in __getitem__") and not passes_batches(reading.stacks)
+
+        os.kill(reading.pid, signal.SIGSTOP)
+        poll(lambda: why_silent(reading.pid), 10, lambda: "it goes on")
+        stopped = loaders_of_this_process()[1]
+        assert stopped.stacks == "" and why_silent(stopped.pid) == "it is stopped (SIGSTOP)"
+
+
+def reset(number: int) -> None:
+    """Fork a process, which has the file for the stacks too, and reset the handler in the loader process."""
+    parent = os.getpid()
+    if os.fork() == 0:
+        die_with_parent(parent)
+        threading.Event().wait()
+    signal.signal(STACKS_SIGNAL, signal.SIG_DFL)
+
+
+def test_no_process_gets_a_signal_that_would_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One child is no loader process. The other one is, but the user's function has reset its handler."""
+    monkeypatch.setattr(heartbeat(), "writes_stacks", True)
+    with (
+        subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other,
+        running([[each] for each in range(8)], reset) as batches,
+    ):
+        assert [(each.number, each.stacks) for each in loaders_of_this_process()] == [(0, "")]
+        assert len(list(batches)) == 7
+        other.communicate(b"\n")
+        assert other.returncode == 0
+
+
+def test_a_loader_process_of_a_rank_that_nobody_asks_has_no_handler() -> None:
+    with running([[0]]):
+        assert loaders_of_this_process() == []
