@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from distributed.backends._torch.loader_processes import WorkerInit, read_loader
 from distributed.launching.heartbeat import STACKS_SIGNAL, heartbeat  # noqa: E402
 from distributed.launching.loader_stacks import LoaderProcess, collect_of_loaders  # noqa: E402
 from distributed.launching.stacks import line_in_script, passes_batches, why_silent  # noqa: E402
-from distributed.runs.processes import die_with_parent  # noqa: E402
+from distributed.runs.processes import die_with_parent, is_running  # noqa: E402
 from tests.conftest import poll  # noqa: E402
 
 
@@ -141,6 +142,39 @@ def test_each_loader_process_writes_its_stacks(monkeypatch: pytest.MonkeyPatch, 
         poll(lambda: why_silent(reading.pid), 10, lambda: "it goes on")
         stopped = loaders_of_this_process()[1]
         assert stopped.stacks == "" and why_silent(stopped.pid) == "it is stopped (SIGSTOP)"
+
+
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from torch.utils.data import DataLoader
+from distributed.backends._torch.loader_processes import WorkerInit
+from tests.unit.test_loader_processes import Numbers
+
+if __name__ == "__main__":
+    loader = DataLoader(
+        Numbers(), batch_size=4, num_workers=2, multiprocessing_context=sys.argv[1], worker_init_fn=WorkerInit(None, None)
+    )
+    batches = iter(loader)
+    next(batches), next(batches)
+    Path(sys.argv[2]).write_text(" ".join(str(worker.pid) for worker in batches._workers))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_loader_processes_end_with_a_rank_that_is_killed(tmp_path: Path, start_method: str) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    died = subprocess.run([sys.executable, str(script), start_method, str(tmp_path / "pids")], env=environ)
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert died.returncode == -signal.SIGKILL and len(pids) == 2
+    try:
+        poll(lambda: not any(map(is_running, pids)), 10, lambda: "they go on")
+    finally:
+        for pid in filter(is_running, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def reset(number: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import threading
@@ -36,11 +37,24 @@ class WorkerInit:
         if not is_child and not is_running(self._trainer):
             os.kill(os.getpid(), signal.SIGKILL)
         die_with_parent(self._trainer if is_child else os.getppid())
+        if not is_child:
+            _let_fork_server_end()
         if self._writes_stacks:
             join_as_loader(worker_id)
         object.__setattr__(get_worker_info(), "dataset", self._dataset)
         if self._function is not None:
             self._function(worker_id)
+
+
+def _let_fork_server_end() -> None:
+    """Close this process's end of the pipe by which the fork server sees that its users have ended.
+
+    Workaround (Python 3.11 to 3.13, no upstream issue known; may go when children of a fork server do not keep it alive): the server
+    would outlive a trainer that is killed, because its own children hold the pipe open.
+    """
+    server: Any = multiprocessing.forkserver._forkserver
+    os.close(server._forkserver_alive_fd)
+    server._forkserver_alive_fd = None
 
 
 def read_loader(loader: DataLoader[Any]) -> Generator[Any, None, None]:
