@@ -248,6 +248,38 @@ def test_startup_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, c
     assert ("MISSED" in capsys.readouterr().out) == (code == 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "figures", "code"),
+    [
+        ("Trainer", (0.9, 9.0), 0),
+        ("Trainer", (1.1, 3.0), 1),
+        ("Trainer", (0.1, 11.0), 1),
+        ("Trainer, resumed at 90 %", (1.1, 3.0), 1),
+        ("Trainer, resumed at 90 %", (0.1, 11.0), 1),
+        ("DataLoader(shuffle=True)", (13.0, 4592.0), 0),  # only told
+        ("torch", (4.9, 0.0), 0),
+        ("torch", (5.2, 0.3), 0),  # within the noise
+        ("torch", (5.2, 0.1), 1),
+        ("all three", (5.2, 0.1), 1),
+    ],
+)
+def test_large_data_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch, capsys, name, figures, code):
+    import large_data
+
+    batches = {each: [(0.1, 3.0)] * 3 for each in large_data.contestants(1000)}
+    seeds = {each: ([4.0] * 3, [0.1] * 3) for each in large_data.DRAWS}
+    if name in batches:
+        batches[name] = [figures] * 3
+    else:
+        seeds[name] = [figures[0]] * 3, [figures[1]] * 3
+    monkeypatch.setattr(large_data, "first_batches", lambda count, rounds: batches)
+    monkeypatch.setattr(large_data, "seed_costs", lambda rounds: seeds)
+    monkeypatch.setattr(sys, "argv", ["large_data.py"])
+
+    assert large_data.main() == code
+    assert ("MISSED" in capsys.readouterr().out) == (code == 1)
+
+
 def test_all_reduces_are_counted_per_bucket(start, tmp_path):
     (tmp_path / "count.py").write_text(COUNT)
     env = {"BENCHMARKS": str(BENCHMARKS), "OMP_NUM_THREADS": "1"}
