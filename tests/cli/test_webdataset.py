@@ -1,4 +1,4 @@
-"""Streams of the WebDataset library, in the three ways that docs/data.md describes."""
+"""Streams of the WebDataset library, in the three ways that docs/data.md describes and as they are by default."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Parts(torch.utils.data.IterableDataset):
         keep = itertools.islice(self.raw, self.index, None, self.count)
         return map(decode, wds.filters.decode()(keep))
 
-splitter = {"split": wds.split_by_node, "presharded": wds.split_by_node}.get(sys.argv[1])
-raw = wds.WebDataset([f"part-{i}.tar" for i in range(FILES)], shardshuffle=False, nodesplitter=splitter)
+splitters = {"split": wds.split_by_node, "presharded": wds.split_by_node, "whole": None, "parts": None}
+how = {"nodesplitter": splitters[sys.argv[1]]} if sys.argv[1] in splitters else {}
+raw = wds.WebDataset([f"part-{i}.tar" for i in range(FILES)], shardshuffle=False, **how)
 stream = Parts(raw) if sys.argv[1] == "parts" else raw.decode().map(decode)
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 2, dtype=torch.float64)
@@ -106,3 +107,15 @@ def test_a_webdataset_that_divides_itself_is_refused_unless_the_run_is_told(
     done, _, _ = train("split", 2)
     assert done.returncode == 2, done.output
     assert "the ranks read different streams" in done.stderr and "set data.presharded=true" in done.stderr
+
+
+def test_the_default_webdataset_is_refused_on_several_processes_before_it_is_read(
+    train: Callable[..., tuple[Any, str, list[list[str]]]],
+) -> None:
+    done, weights, _ = train("default", 1)
+    assert done.returncode == 0 and weights, done.output
+
+    done, _, seen = train("default", 2)
+    assert done.returncode == 2 and seen == [], done.output
+    assert "nodesplitter=webdataset.split_by_node and data.presharded=true" in done.stderr, done.output
+    assert "nodesplitter=None" in done.stderr and "Traceback" not in done.output, done.output

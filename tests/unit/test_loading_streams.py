@@ -353,3 +353,35 @@ def test_a_position_of_another_sample_is_not_used() -> None:
     part = sharded(data, plan(1, 8))
     part.seek({"epoch": 0, "samples": 16, "state": {"at": 16}})
     assert values(next(part.epoch(0, 8)).micro_batches[0].batch) == list(range(9, 17))
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda raw: raw, lambda raw: raw.map(dict).shuffle(4), lambda raw: DataLoader(raw, 4)]
+)
+@pytest.mark.parametrize("presharded", [False, True])
+def test_a_webdataset_without_a_node_splitter_is_refused_on_several_processes(wrap: Any, presharded: bool) -> None:
+    webdataset = pytest.importorskip("webdataset")
+
+    def opened(raw: Any, world: int, **options: Any) -> Any:
+        return on_ranks(world, lambda rank, reduce: sharded(wrap(raw), plan(world), rank, reduce, **options))
+
+    def made(**arguments: Any) -> Any:
+        return webdataset.WebDataset(["missing.tar"], shardshuffle=False, **arguments)
+
+    for train in (True, False):
+        with pytest.raises(
+            ConfigError, match=r"2 processes: set nodesplitter=webdataset.split_by_node and data.presharded=true"
+        ):
+            opened(made(), 2, presharded=presharded, train=train)
+    for fixed in (made(nodesplitter=None), made(nodesplitter=webdataset.split_by_node)):
+        assert len(opened(fixed, 2, presharded=presharded)) == 2
+    assert len(opened(made(), 1, presharded=presharded)) == 1
+
+
+def test_the_webdataset_inside_a_webloader_is_refused_too() -> None:
+    webdataset = pytest.importorskip("webdataset")
+    loader = webdataset.WebLoader(
+        webdataset.WebDataset(["missing.tar"], shardshuffle=False), batch_size=None
+    ).unbatched()
+    with pytest.raises(ConfigError, match="a WebDataset without a nodesplitter"):
+        on_ranks(2, lambda rank, reduce: sharded(loader, plan(2), rank, reduce))

@@ -33,6 +33,7 @@ from distributed.backends._torch.sources import (
 )
 from distributed.backends._torch.stream_parts import hook_of
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches, has_position
+from distributed.backends._torch.web_datasets import check_node_splitter
 from distributed.backends.base import ShardedData
 from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
@@ -68,6 +69,7 @@ def shard(
     """
     train = role.is_training
     source = read_source(data, config, role, presharded=options.presharded, batching=batching)
+    check_node_splitter(source.dataset, source.name, context.world_size)
     if not train and trained_on is not None and getattr(data, "dataset", data) is trained_on.dataset:
         source = dataclasses.replace(source, dataset=_copied(source, trained_on.state))
     if train:
