@@ -145,10 +145,10 @@ class Drawing(Numbers):
         return index
 
 
-def seed_costs(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+def seed_costs(rounds: int, calls: int = 200) -> dict[str, tuple[list[float], list[float]]]:
     """Return by what a sample draws from: the microseconds of CPU that it costs over a plain loop, and those of a second plain loop.
 
-    Each list has one value per round.
+    Each list has one value per round, in which each loop reads `calls` batches.
     """
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in DRAWS}
     keys = list(range(BATCH))
@@ -159,7 +159,7 @@ def seed_costs(rounds: int) -> dict[str, tuple[list[float], list[float]]]:
         plainly = functools.partial(read, data)
         for _ in range(rounds):
             seeded, plain, second = (
-                cpu_of(work) for work in (functools.partial(fetch, 0, keys, keys), plainly, plainly)
+                cpu_of(work, calls) for work in (functools.partial(fetch, 0, keys, keys), plainly, plainly)
             )
             costs.append(1e6 * (seeded - plain) / BATCH)
             again.append(1e6 * (second - plain) / BATCH)
@@ -175,7 +175,7 @@ def read(data: Dataset[int]) -> list[int]:
     return [data[key] for key in range(BATCH)]
 
 
-def cpu_of(work: Callable[[], Any], calls: int = 200) -> float:
+def cpu_of(work: Callable[[], Any], calls: int) -> float:
     """Return the seconds of CPU that a call takes."""
     before = time.thread_time()
     for _ in range(calls):

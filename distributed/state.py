@@ -13,8 +13,8 @@ Sums = list[tuple[float, float]]  # (sum, count) of several steps, in their orde
 SEPARATOR = "\x1f"
 SUM, MAX = f"{SEPARATOR}sum", f"{SEPARATOR}max"
 RATE = f"{SEPARATOR}rate"  # it is added up and divided by the seconds of training
-# The newest version of the order of the samples. A run keeps its version, see `TrainState.data_version`.
-DATA_VERSION = 2
+# The newest version of the order of the samples and of their random numbers. A run keeps its version, see `TrainState.data_version`.
+DATA_VERSION = 3
 # The metrics of a finished epoch by name, with its `epoch` and `step`: a row of `History`.
 EpochMetrics = Mapping[str, Any]
 # A function that sends an event of a run to the display, such as {"kind": "warning", "text": ...}.
@@ -153,8 +153,8 @@ class TrainState:
         samples_in_epoch: the number of global samples of the current epoch that were used.
         samples_seen: the number of global samples that were used.
         cursor: the position of a data stream in the epoch, see `ShardedData.cursor`. None for other data.
-        data_version: the version of the order of the samples, see `data.epoch_order`. It stays the same for a run, whichever
-            version of the package continues it.
+        data_version: the version of the order of the samples, see `data.epoch_order`, and of the random numbers that they draw. It
+            stays the same for a run, whichever version of the package continues it.
         stop_reason: why training ended early, such as "max_steps", "early_stopping" or "signal 15".
         metrics: the latest value of every metric.
         best: the best value of every metric.

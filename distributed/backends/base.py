@@ -78,7 +78,7 @@ class ShardedData(abc.ABC):
         """
 
     def use_version(self, version: int) -> None:
-        """Read later epochs in the order of `version`, see `TrainState.data_version`. Not a collective."""
+        """Read later epochs in the order and with the random numbers of `version`, see `TrainState.data_version`. Not a collective."""
         self.version = version
 
     def cursor(self, samples: int) -> dict[str, Any] | None:

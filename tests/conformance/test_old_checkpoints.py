@@ -15,9 +15,15 @@ from tests.conftest import ROOT, needs_backend, needs_library
 from tests.data.checkpoints.write import HERE, JOB, RUNS, STEP, rows_after
 
 STEPS = 15
-TORCH = [name for name, (arguments, _) in RUNS.items() if arguments == "torch float64"]
+TORCH = [name for name, (arguments, _) in RUNS.items() if arguments == "torch float64" and name != "version-3"]
 KERAS = [name for name, (arguments, _) in RUNS.items() if arguments == "keras float64"]
-LATER = ("frozen", "averaged", "several")
+LATER = {
+    "frozen": 2,
+    "averaged": 2,
+    "several": 2,
+    "version-3": 3,
+}  # name -> version of the order and the random numbers of samples
+OF_VERSION_2 = Path(__file__).parent / "jobs" / "of_version_2.py"
 pytestmark = pytest.mark.timeout(480)
 
 
@@ -73,22 +79,29 @@ def test_ddp_opens_the_checkpoints_of_every_engine_of_keras(run_cli, tmp_path):
 
 @pytest.mark.parametrize("name", LATER)
 def test_what_later_checkpoints_hold_goes_on(run_cli, tmp_path, name):
-    """Frozen parameters that are left out, averaged weights, several models; all have version 2 of the order of samples."""
+    """Frozen parameters that are left out, averaged weights, several models, another version of the random numbers of samples."""
     goes_on_from(run_cli, tmp_path, "pytorch-ddp", RUNS[name][0], [name])
 
     assert_goes_on(tmp_path, name)
-    assert json.loads((old_checkpoint(name) / "state.json").read_text())["train"]["data_version"] == 2
+    assert json.loads((old_checkpoint(name) / "state.json").read_text())["train"]["data_version"] == LATER[name]
 
 
 def test_the_config_of_an_old_run_starts_it_again(run_cli, tmp_path):
-    assert_starts_again(run_cli, tmp_path, "pytorch-ddp")
+    assert_starts_again(run_cli, tmp_path / "2", "pytorch-ddp", *of_version_2("pytorch-ddp"))
+    assert_starts_again(run_cli, tmp_path / "3", "pytorch-ddp", expected_of="version-3")
 
 
-def assert_starts_again(run_cli, run: Path, name: str, *flags: str) -> None:
+def of_version_2(name: str) -> list[Any]:
+    """Return the flags that start a run with the random numbers of its time."""
+    return ["--script", OF_VERSION_2, "--", *RUNS[name][0].split()]
+
+
+def assert_starts_again(run_cli, run: Path, name: str, *flags: Any, expected_of: str | None = None) -> None:
+    """Start the config.yaml of `name`. Assert that the numbers are those of the run `expected_of`, which is `name` by default."""
     done = run_cli(["train", "--config", HERE / name / "config.yaml", "--run-dir", run, *flags], cwd=ROOT)
     assert done.returncode == 0, done.output
     assert newest(run).name == f"step-{STEPS:08d}"
-    assert_goes_on(run, name, rel=1e-6 if name == "deepspeed" else 1e-12)
+    assert_goes_on(run, expected_of or name, rel=1e-6 if name == "deepspeed" else 1e-12)
 
 
 @pytest.mark.full
@@ -104,11 +117,11 @@ def test_an_old_run_goes_on_under_its_own_backend(run_cli, tmp_path, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "pytorch-ddp"])
+@pytest.mark.parametrize("name", [name for name in RUNS if name not in ("pytorch-ddp", "version-3")])
 def test_the_config_of_every_old_run_starts_it_again(run_cli, tmp_path, name):
     needs_backend_of(name)
 
-    assert_starts_again(run_cli, tmp_path, name)
+    assert_starts_again(run_cli, tmp_path, name, *of_version_2(name))
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import re
 import signal
 import socket
@@ -19,6 +20,7 @@ from safetensors.numpy import load_file
 
 from tests.conformance.runs import FULL, arguments, assert_same, digests, events, newest, samples
 from tests.conftest import free_port, needs_backend
+from tests.unit.ranks import groups_of_ranks, plan
 
 HERE = Path(__file__).parent
 pytestmark = pytest.mark.timeout(1400)
@@ -569,3 +571,17 @@ def test_an_update_has_the_size_asked_for_whatever_became_of_the_batches(parts):
     assert parts["twice"] == [samples[start : start + 4] for start in range(0, 20, 4)]
     assert parts["twice, from the third"] == parts["twice"][2:]
     assert parts["cut smaller"] == parts["once"]
+
+
+def test_samples_draw_the_numbers_that_they_draw_with_torch(parts):
+    class Drawing:
+        def __len__(self):
+            return 6
+
+        def __getitem__(self, index):
+            return numpy.array([index, random.random(), numpy.random.rand()])
+
+    for version, found in zip((2, 3), parts["drawn"], strict=True):
+        [updates] = groups_of_ranks(Drawing(), plan(1, 4), epoch=1, version=version)
+        assert found == [row for update in updates for row in update.micro_batches[0].batch.tolist()]
+    assert parts["drawn"][0] != parts["drawn"][1]

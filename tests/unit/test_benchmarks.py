@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -278,6 +280,21 @@ def test_large_data_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch
 
     assert large_data.main() == code
     assert ("MISSED" in capsys.readouterr().out) == (code == 1)
+
+
+def test_the_random_seeds_of_a_sample_cost_little_more_than_a_seed_of_python(benchmark_modules):
+    import large_data
+
+    one = statistics.median(1e6 * large_data.cpu_of(lambda: random.seed(2**60 + 1), 1000) for _ in range(50))
+    found = large_data.seed_costs(50, 10)
+
+    # The lower quartile of many short rounds: other work on the machine makes some of them slower.
+    costs = {name: statistics.quantiles(values)[0] / one for name, (values, _) in found.items()}
+    assert costs["nothing"] < 0.3, costs  # about 0.05
+    assert costs["torch"] < 1.05, costs  # about 0.7
+    assert costs["numpy"] < 1.05, costs  # about 0.7
+    assert costs["random"] < 1.05, costs  # about 0.7, and 1.4 if it were seeded by `random.seed`
+    assert costs["all three"] < 1.85, costs  # about 1.3, and 2.35 if each were seeded by its own function
 
 
 def test_all_reduces_are_counted_per_bucket(start, tmp_path):

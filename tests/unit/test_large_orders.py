@@ -147,7 +147,7 @@ def test_the_first_batch_and_a_late_resume_take_little_time_and_memory(shuffle: 
         data.close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize(("world", "size", "total"), [(1, 7000, 7000), (3, 1000, 7000), (2, 1250, 7000)])
 def test_the_global_batches_are_those_of_the_order(version: int, world: int, size: int, total: int) -> None:
     batch = plan(world, size, -(-total // (world * size)), total)
@@ -204,3 +204,37 @@ def test_a_run_of_an_earlier_version_keeps_its_order_and_a_new_one_has_the_new_o
 
     trainer(epochs=2).fit(data)
     assert seen == orders(2, 2)
+
+
+class Drawing(Dataset[Any]):
+    """Samples that are random numbers."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([random.random(), numpy.random.rand()])
+
+
+def test_a_run_of_an_earlier_version_keeps_the_random_numbers_of_its_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[list[float]] = []
+
+    def step(model: Any, batch: Any) -> Any:
+        seen.extend(batch.tolist())
+        return model(batch).mean()
+
+    def fitted(**settings: Any) -> tuple[Path, list[list[float]]]:
+        seen.clear()
+        trainer = Trainer(torch.nn.Linear(2, 1), training_step=step, batch_size=4, device="cpu", epochs=2, **settings)
+        return trainer.fit(Drawing()).run_dir, list(seen)
+
+    with monkeypatch.context() as earlier:
+        earlier.setattr(session, "TrainState", functools.partial(TrainState, data_version=2))
+        _, whole = fitted()
+        run, first = fitted(max_steps=1)
+    assert first == whole[:4]
+    assert first + fitted(resume_from_checkpoint=run)[1] == whole
+    assert fitted()[1] != whole

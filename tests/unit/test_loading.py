@@ -30,10 +30,11 @@ from torch.utils.data import (
     random_split,
 )
 
+from distributed.backends import twisters
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import indexed_tensors
 from distributed.backends._torch.loading import loader_batch_size
-from distributed.data import epoch_order
+from distributed.data import epoch_order, sample_seed
 from distributed.errors import ConfigError
 from distributed.state import DataRole
 from tests.unit.ranks import groups_of_ranks, on_ranks, plan, samples_used, sharded
@@ -219,19 +220,21 @@ def test_a_custom_collate_function_is_used() -> None:
     assert [group.micro_batches[0].batch["labels"].tolist() for group in groups] == [[0, 10, 20], [30, 40, 50]]
 
 
+@pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("dataset", [Draws, DrawsRarely])
-def test_augmentation_is_the_same_at_any_world_size_and_in_workers(dataset: Any) -> None:
+def test_augmentation_is_the_same_at_any_world_size_and_in_workers(dataset: Any, version: int) -> None:
     data, found = dataset(23), []
     random.gauss(0, 1), numpy.random.randn()  # leave a spare number of each in store
     before = generator_states()
     for world, workers in ((1, 0), (3, 0), (1, 2), (2, 1)):
         loader = DataLoader(data, 4, shuffle=True, num_workers=workers)
-        found.append(by_sample(groups_of_ranks(loader, plan(world, 12 // world), epoch=1, seed=5)))
+        found.append(by_sample(groups_of_ranks(loader, plan(world, 12 // world), epoch=1, seed=5, version=version)))
         assert generator_states() == before
     assert found[0].keys() == set(range(23))
     assert all(each == found[0] for each in found[1:])
-    assert found[0] != by_sample(groups_of_ranks(data, plan(1, 12), epoch=2, seed=5))
-    assert found[0] == {**found[0], **by_sample(groups_of_ranks(data, plan(1, 12), epoch=1, seed=5, skip=12))}
+    assert found[0] != by_sample(groups_of_ranks(data, plan(1, 12), epoch=2, seed=5, version=version))
+    tail = by_sample(groups_of_ranks(data, plan(1, 12), epoch=1, seed=5, version=version, skip=12))
+    assert found[0] == {**found[0], **tail}
 
 
 def test_neighbouring_samples_draw_differently() -> None:
@@ -294,7 +297,75 @@ def test_every_draw_is_seen_and_undone(draw: Any) -> None:
 
 
 def test_the_state_of_the_generators_is_found_in_memory_here() -> None:
-    assert len(sample_rng._memory()) == 3
+    assert twisters.memory() is not None
+
+
+def split_mix(seed: int, count: int) -> list[int]:
+    """The first numbers of SplitMix64, as Steele, Lea and Flood write it down, each cut into its low and its high half."""
+    halves = []
+    for number in range(1, count + 1):
+        word = (seed + number * 0x9E3779B97F4A7C15) % 2**64
+        word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
+        word ^= word >> 31
+        halves += [word % 2**32, word >> 32]
+    return halves
+
+
+@pytest.mark.parametrize("is_found", [True, False])
+@pytest.mark.parametrize("which", [sample_rng.ALL, sample_rng.PYTHON, sample_rng.NUMPY, sample_rng.TORCH])
+def test_a_sample_begins_with_the_words_of_its_seed(
+    monkeypatch: pytest.MonkeyPatch, which: int, is_found: bool
+) -> None:
+    seeds = [sample_seed(0, 0, position) for position in range(70)]
+    with sample_rng.preserved(), monkeypatch.context() as patched:
+        if not is_found:
+            patched.setattr(twisters, "memory", lambda: None)
+        begin = sample_rng.seeder(seeds, which, 3)
+        for number in (0, 31, 32, 69, 0):
+            random.seed(1), numpy.random.seed(1)
+            torch.randn(1), random.gauss(0, 1), numpy.random.randn()  # leave a spare number of each in store
+            before = generator_states()
+            begin(number)
+            words = split_mix(seeds[number], 624)
+            at_torch, initial, of_python, of_numpy = generator_states()
+            if which & sample_rng.PYTHON:
+                assert of_python == (3, (*words[:624], 0), None)
+            else:
+                assert of_python == before[2]
+            if which & sample_rng.NUMPY:
+                name, state, *rest = numpy.random.get_state()
+                assert (name, state.tolist(), rest[:2]) == ("MT19937", words[624:], [0, 0])
+            else:
+                assert of_numpy == before[3]
+            if which & sample_rng.TORCH:
+                assert initial == seeds[number] % 2**32
+            else:
+                assert (at_torch, initial) == before[:2]
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_samples_of_an_earlier_version_draw_their_numbers(version: int) -> None:
+    def drawn(seed: int) -> list[Any]:
+        with sample_rng.preserved():
+            torch.manual_seed(seed % 2**32), numpy.random.seed(seed >> 32), random.seed(seed)
+            return [each.tolist() if isinstance(each, torch.Tensor) else each for each in Draws(1)[0][1:]]
+
+    found = by_sample(groups_of_ranks(Draws(9), plan(2), epoch=1, seed=5, shuffle=False, version=version))
+    for position, values in found.items():
+        assert list(values) == drawn(sample_seed(5, 1, position))
+
+
+def test_loader_processes_that_go_on_draw_the_numbers_of_the_version() -> None:
+    loader = DataLoader(Draws(9), 4, num_workers=1, persistent_workers=True)
+    part, found = sharded(loader, plan(), shuffle=False), []
+    for version in (3, 2, 3):
+        part.use_version(version)
+        found.append(by_sample([list(part.epoch(0))]))
+    part.close()
+    expected = [by_sample(groups_of_ranks(Draws(9), plan(), shuffle=False, version=version)) for version in (2, 3)]
+    assert found == [expected[1], expected[0], expected[1]]
+    assert expected[0] != expected[1]
 
 
 def test_shuffle_follows_config_then_loader_and_never_evaluation() -> None:

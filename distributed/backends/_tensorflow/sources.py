@@ -17,6 +17,7 @@ import tensorflow as tf
 from distributed.backends.arrays import ArrayData
 from distributed.backends.base import ShardedData
 from distributed.backends.forms import fault_of, is_array
+from distributed.backends.twisters import NUMPY, PYTHON, SampleStates
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
 from distributed.data import epoch_order, sample_seeds, slices
@@ -78,7 +79,7 @@ class TensorFlowMapData(Data):
 
     def __init__(
         self,
-        fetch: Callable[[int, range, Sequence[int]], Any],
+        fetch: Callable[[int, range, Sequence[int], int], Any],
         count: int,
         batch: BatchPlan,
         rank: int,
@@ -114,7 +115,7 @@ class TensorFlowMapData(Data):
 
     def example(self) -> Any:
         """Return a batch of one sample."""
-        return self._fetch(0, range(1), [0])
+        return self._fetch(0, range(1), [0], self.version)
 
     def _micro(self, epoch: int, order: Any, start: int, positions: range) -> MicroBatch:
         where = (
@@ -122,7 +123,8 @@ class TensorFlowMapData(Data):
             if positions
             else range(start, start + 1)
         )
-        return MicroBatch(self._fetch(epoch, where, order[where.start : where.stop : where.step]), len(positions))
+        keys = order[where.start : where.stop : where.step]
+        return MicroBatch(self._fetch(epoch, where, keys, self.version), len(positions))
 
 
 class TensorFlowStreamData(Data):
@@ -248,11 +250,14 @@ class TorchData(Data):
         self._inner.close()
 
 
-def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range, Sequence[int]], Any], int]:
-    """Return a function that fetches a batch, and the number of samples, for arrays or a data set with an index."""
+def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range, Sequence[int], int], Any], int]:
+    """Return a function that fetches a batch, and the number of samples, for arrays or a data set with an index.
+
+    The arguments of the function are the epoch, the positions, the indices at these, and the version of the order.
+    """
     name = role.value
     if isinstance(data, ArrayData):
-        return lambda epoch, where, keys: tuple(data.__getitems__(keys)), len(data)
+        return lambda epoch, where, keys, version: tuple(data.__getitems__(keys)), len(data)
     if type(data).__mro__[-2].__name__ == "PyDataset" or any(c.__name__ == "PyDataset" for c in type(data).__mro__):
         raise ConfigError(
             f"{name}: a keras PyDataset yields whole batches, which cannot be divided among the ranks: {_FORMS}"
@@ -271,10 +276,14 @@ def _indexed(data: Any, role: DataRole, seed: int) -> tuple[Callable[[int, range
             raise ConfigError(
                 f"{name}: arrays of {' and '.join(map(str, sorted(lengths)))} samples: give as many of each"
             )
-        return lambda epoch, where, keys: tf.nest.map_structure(lambda a: a[numpy.asarray(keys)], arrays), lengths.pop()
+        return lambda epoch, where, keys, version: _rows_of(arrays, keys), lengths.pop()
     if hasattr(data, "__getitem__") and hasattr(data, "__len__") and not isinstance(data, (str, bytes, Mapping)):
         return _Fetcher(data, seed, name), len(data)
     raise ConfigError(f"{name}: {type(data).__name__} cannot be divided among the ranks: {_FORMS}")
+
+
+def _rows_of(arrays: Any, keys: Sequence[int]) -> Any:
+    return tf.nest.map_structure(lambda array: array[numpy.asarray(keys)], arrays)
 
 
 class _Fetcher:
@@ -284,11 +293,12 @@ class _Fetcher:
     def __init__(self, dataset: Any, seed: int, name: str) -> None:
         self._dataset, self._seed, self._name = dataset, seed, name
 
-    def __call__(self, epoch: int, where: range, keys: Sequence[int]) -> Any:
+    def __call__(self, epoch: int, where: range, keys: Sequence[int], version: int) -> Any:
         states = random.getstate(), numpy.random.get_state()
         try:
             seeds = sample_seeds(self._seed, epoch, where)
-            samples = [self._sample(value, int(key)) for value, key in zip(seeds, keys, strict=True)]
+            begin = _begin_by_seed(seeds) if version < 3 else SampleStates(seeds, PYTHON | NUMPY).begin
+            samples = [self._sample(begin, number, int(key)) for number, key in enumerate(keys)]
         finally:
             random.setstate(states[0])
             numpy.random.set_state(states[1])
@@ -298,9 +308,14 @@ class _Fetcher:
             text = str(error).partition("\n")[0]
             raise ConfigError(f"{self._name}: samples do not make a batch ({text}): give them one shape") from None
 
-    def _sample(self, value: int, key: int) -> Any:
-        seed_python_and_numpy(value, value >> 32)
+    def _sample(self, begin: Callable[[int], None], number: int, key: int) -> Any:
+        begin(number)
         return self._dataset[key]
+
+
+def _begin_by_seed(seeds: Sequence[int]) -> Callable[[int], None]:
+    """Return a function that seeds the generators for the i-th sample, as before version 3 of the order."""
+    return lambda number: seed_python_and_numpy(seeds[number], seeds[number] >> 32)
 
 
 def _batching(data: Any) -> int | None:

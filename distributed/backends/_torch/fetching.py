@@ -14,6 +14,7 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from distributed.backends._torch import sample_rng
 from distributed.data import sample_seed, sample_seeds
+from distributed.state import DATA_VERSION
 
 TRAIN, EVALUATION, TRAIN_COLLATE, EVALUATION_COLLATE, STREAM, SAMPLER, LOADER = range(7)  # salts of the seeds
 
@@ -36,15 +37,18 @@ class Fetcher:
         self._drawn = 0  # bit mask of the generators that the data set draws from
         self._epoch: int | None = None
 
-    def __call__(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
-        """Return the batch of the samples `keys`, which are at `positions` of the order of `epoch`."""
+    def __call__(self, epoch: int, positions: Sequence[int], keys: Sequence[Any], version: int = DATA_VERSION) -> Any:
+        """Return the batch of the samples `keys`, which are at `positions` of the order of `epoch`.
+
+        `version` is that of the order, see `TrainState.data_version`.
+        """
         if epoch != self._epoch:
             self._epoch = epoch
             announce_epoch(self.dataset, epoch)
         before = sample_rng.save()
         try:
             while True:
-                batch = self._collate_fn(self._seeded(epoch, positions, keys))
+                batch = self._collate_fn(self._seeded(epoch, positions, keys, version))
                 moved = sample_rng.drawn(before) & ~self._drawn
                 if not moved:
                     return batch
@@ -54,14 +58,14 @@ class Fetcher:
             if self._drawn:
                 sample_rng.restore(before)
 
-    def _seeded(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
+    def _seeded(self, epoch: int, positions: Sequence[int], keys: Sequence[Any], version: int) -> Any:
         """Return the samples and seed the generators for the collate function.
 
         Only generators that the data set or the collate function is known to draw from are seeded.
         """
         if not self._drawn:
             return self._items(list(keys))
-        items = self._seeded_items(epoch, positions, keys)
+        items = self._seeded_items(epoch, positions, keys, version)
         sample_rng.seed(sample_seed(self._seed, epoch, positions[0], self._collate_salt), self._drawn)
         return items
 
@@ -76,14 +80,15 @@ class Fetcher:
             return self.dataset.__getitems__(keys)
         return [self.dataset[key] for key in keys]
 
-    def _seeded_items(self, epoch: int, positions: Sequence[int], keys: Sequence[Any]) -> Any:
+    def _seeded_items(self, epoch: int, positions: Sequence[int], keys: Sequence[Any], version: int) -> Any:
         items = []
         seeds = sample_seeds(self._seed, epoch, positions, self._salt)
-        for seed, key in zip(seeds, keys, strict=True):
-            sample_rng.seed(seed, self._drawn)
+        begin = sample_rng.seeder(seeds, self._drawn, version)
+        for number, key in enumerate(keys):
+            begin(number)
             item = self._items([key])
             if not isinstance(item, list | tuple) or len(item) != 1:  # already collated: seed for the whole batch
-                sample_rng.seed(seeds[0], self._drawn)
+                begin(0)
                 return self._items(list(keys))
             items.append(item[0])
         return items

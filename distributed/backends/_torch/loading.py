@@ -292,7 +292,7 @@ class MapData(ShardedData):
         is_by_index = isinstance(keys, numpy.ndarray | ComputedOrder)
         indexed = indexed_tensors(source.dataset, source.collate_fn) if is_by_index else None
         if indexed is None:
-            return lambda where: pinned(source, self._fetcher(epoch, where, _at(keys, where)))
+            return lambda where: pinned(source, self._fetcher(epoch, where, _at(keys, where), self.version))
         tensors, subset = indexed
         if subset is not None:
             subset = _from_the_front(subset, len(tensors[0]))
@@ -308,7 +308,9 @@ class MapData(ShardedData):
 
     def _from_workers(self, epoch: int, keys: Any, starts: Sequence[int]) -> Iterator[UpdateBatch]:
         self._requests.now = lambda: (
-            (epoch, where, _at(keys, where)) for _, _, parts in self._updates(starts) for where, _ in parts
+            (epoch, where, _at(keys, where), self.version)
+            for _, _, parts in self._updates(starts)
+            for where, _ in parts
         )
         keys_at = functools.partial(self._keys_at, keys)
         with contextlib.closing(read_loader(self._worker_loader(epoch))) as batches:
@@ -368,7 +370,7 @@ class _WorkerDataset(Dataset[Any]):
     def __init__(self, fetcher: Fetcher) -> None:
         self._fetcher = fetcher
 
-    def __getitems__(self, request: tuple[int, range, list[Any]]) -> Any:
+    def __getitems__(self, request: tuple[int, range, list[Any], int]) -> Any:
         return self._fetcher(*request)
 
 

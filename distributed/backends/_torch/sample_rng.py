@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import random
-import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,26 +11,12 @@ import numpy
 import torch
 from torch import Tensor
 
-_python: Any = random.seed.__self__  # type: ignore[attr-defined] # the instance behind random.random() and friends
-_numpy: Any = numpy.random  # numpy's stubs lack get_bit_generator
-TORCH, PYTHON, NUMPY, ALL = 1, 2, 4, 7
-_WORDS = 624  # words of a Mersenne Twister
+from distributed.backends.twisters import NUMPY, PYTHON, Memory, SampleStates, memory, python, seed_numpy
 
-
-class _Memory(NamedTuple):
-    """Hold the address of a generator's state.
-
-    Reading the memory takes 0.5 us. Asking numpy for the state takes 40 us, and `random` 9 us.
-    """
-
-    address: int
-    size: int
-
-    def read(self) -> bytes:
-        return ctypes.string_at(self.address, self.size)
-
-    def write(self, state: bytes) -> None:
-        ctypes.memmove(self.address, state, self.size)
+__all__ = ["ALL", "NUMPY", "PYTHON", "TORCH"]
+TORCH = 1
+ALL = TORCH | PYTHON | NUMPY
+_PARTS_OF_PYTHON = 2  # of `Memory`, which begins with them
 
 
 class RandomState(NamedTuple):
@@ -41,17 +24,16 @@ class RandomState(NamedTuple):
 
     torch: Tensor
     gauss: Any  # Python's spare normal variate (gauss_next)
-    raw: tuple[bytes, ...]  # the states read from memory; empty if their addresses are unknown
+    raw: list[bytes]  # the states read from memory; empty if their addresses are unknown
     public: tuple[Any, Any] | None  # otherwise the states from `random` and numpy, which is slow
 
 
 def save() -> RandomState:
     """Return the current state of the generators. This takes 3 us."""
     state = torch.default_generator.get_state()
-    memory = _memory()
-    if memory:
-        return RandomState(state, _python.gauss_next, tuple([location.read() for location in memory]), None)
-    return RandomState(state, None, (), (random.getstate(), numpy.random.get_state(legacy=False)))
+    if locations := memory():
+        return RandomState(state, python.gauss_next, [bytes(part) for part in locations], None)
+    return RandomState(state, None, [], (random.getstate(), numpy.random.get_state(legacy=False)))
 
 
 def restore(state: RandomState) -> None:
@@ -61,9 +43,9 @@ def restore(state: RandomState) -> None:
         random.setstate(state.public[0])
         numpy.random.set_state(state.public[1])
         return
-    _python.gauss_next = state.gauss
-    for location, raw in zip(_memory(), state.raw, strict=True):
-        location.write(raw)
+    python.gauss_next = state.gauss
+    for part, raw in zip(_known_memory(), state.raw, strict=True):
+        part[:] = raw
 
 
 def drawn(state: RandomState) -> int:
@@ -73,11 +55,11 @@ def drawn(state: RandomState) -> int:
     """
     if state.public is not None:
         return ALL
-    python, *of_numpy = [location.read() for location in _memory()]
+    raw = [bytes(part) for part in _known_memory()]
     moved = 0 if torch.default_generator.get_state().numpy().tobytes() == state.torch.numpy().tobytes() else TORCH
-    if python != state.raw[0] or _python.gauss_next != state.gauss:
+    if raw[:_PARTS_OF_PYTHON] != state.raw[:_PARTS_OF_PYTHON] or python.gauss_next != state.gauss:
         moved |= PYTHON
-    return moved if tuple(of_numpy) == state.raw[1:] else moved | NUMPY
+    return moved if raw[_PARTS_OF_PYTHON:] == state.raw[_PARTS_OF_PYTHON:] else moved | NUMPY
 
 
 def seed(value: int, which: int = ALL) -> None:
@@ -90,13 +72,25 @@ def seed(value: int, which: int = ALL) -> None:
         torch.default_generator.manual_seed(value & 0xFFFFFFFF)
     if which & PYTHON:
         random.seed(value)
-    if not which & NUMPY:
-        return
-    bits = _numpy.get_bit_generator()
-    if isinstance(bits, numpy.random.MT19937):
-        numpy.random.seed(value >> 32)
-    else:  # the user chose another generator with numpy.random.set_bit_generator
-        numpy.random.set_state({**type(bits)(value >> 32).state, "has_gauss": 0, "gauss": 0.0})
+    if which & NUMPY:
+        seed_numpy(value >> 32)
+
+
+def seeder(seeds: Sequence[int], which: int, version: int) -> Callable[[int], None]:
+    """Return a function that seeds the generators `which` for the i-th of the samples, from the i-th of `seeds`.
+
+    Before version 3 of the order, `seed` seeds all generators. Later, it seeds torch's only, and `SampleStates` the others.
+    """
+    if version < 3 or which == TORCH:
+        return lambda number: seed(seeds[number], which)
+    states = SampleStates(seeds, which)
+
+    def begin(number: int) -> None:
+        if which & TORCH:
+            seed(seeds[number], TORCH)
+        states.begin(number)
+
+    return begin
 
 
 @contextmanager
@@ -136,42 +130,8 @@ class OwnStream:
         restore(self._outer)
 
 
-def _memory() -> tuple[_Memory, ...]:
-    """Return the addresses of numpy's and Python's state, or () if they are not found."""
-    return _find(_numpy.get_bit_generator())
-
-
-@functools.lru_cache(maxsize=4)
-def _find(bits: Any) -> tuple[_Memory, ...]:
-    python_offset, gauss_offset = _python_offset(), _gauss_offset()
-    if not isinstance(bits, numpy.random.MT19937) or python_offset < 0 or gauss_offset < 0:
-        return ()
-    size = 4 * (_WORDS + 1)  # the 624 words and the position in them
-    return (
-        _Memory(id(_python) + python_offset, size),
-        _Memory(bits.ctypes.state_address, size),
-        _Memory(id(numpy.random.mtrand._rand) + gauss_offset, 16),  # numpy's spare normal variate: has_gauss and gauss
-    )
-
-
-def _python_offset() -> int:
-    """Return the offset of (index, 624 words) in `random.Random`, or -1. It is found by searching for a known state."""
-    probe = random.Random(5)
-    probe.random()
-    *words, index = probe.getstate()[1]
-    return _look_in(probe, struct.pack(f"{_WORDS + 1}I", index, *words))
-
-
-def _gauss_offset() -> int:
-    """Return the offset of (has_gauss, gauss) in numpy's RandomState, or -1.
-
-    It is found by searching for a known state.
-    """
-    probe = numpy.random.RandomState(5)
-    state: Any = probe.get_state(legacy=False)
-    probe.set_state({**state, "has_gauss": 1, "gauss": 1.2345678901})
-    return _look_in(probe, struct.pack("iid", 1, 0, 1.2345678901))
-
-
-def _look_in(instance: Any, known: bytes) -> int:
-    return ctypes.string_at(id(instance), type(instance).__basicsize__).find(known)
+def _known_memory() -> Memory:
+    """Return the memory of the generators, which was found when their states were saved."""
+    found = memory()
+    assert found is not None
+    return found

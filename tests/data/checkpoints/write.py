@@ -32,6 +32,7 @@ RUNS = {  # name -> (arguments of the job, flags)
     "frozen": ("frozen float64", "--backend pytorch-ddp"),
     "averaged": ("averaged float64", "--backend pytorch-ddp"),
     "several": ("several float64", "--backend pytorch-ddp"),
+    "version-3": ("torch float64", "--backend pytorch-ddp"),  # of the random numbers of samples
 }
 CLOCKS = ("time", "samples_per_second")
 

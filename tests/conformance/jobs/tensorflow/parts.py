@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from unittest import mock
 
 import keras
+import numpy
 import tensorflow as tf
 
 from distributed.backends._tensorflow.optim import Rates
-from distributed.backends._tensorflow.sources import TensorFlowStreamData, batch_size_of
+from distributed.backends._tensorflow.sources import TensorFlowStreamData, batch_size_of, shard
 from distributed.backends._tensorflow.start import set_memory_growth
 from distributed.config.merging import Overrides, merge
 from distributed.config.plan import BatchPlan
+from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError
+from distributed.state import DataRole, WorkerContext
 
 HALVING = keras.optimizers.schedules.ExponentialDecay(0.5, 1, 0.5)
 SAMPLES = tf.data.Dataset.range(10)
@@ -65,6 +69,26 @@ def updates(data, skip=0):
     return [group.micro_batches[0].batch.tolist() for group in stream.epoch(0, skip)]
 
 
+class Drawing:
+    """Samples that are random numbers of Python and numpy."""
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return numpy.array([index, random.random(), numpy.random.rand()])
+
+
+def drawn(version):
+    """Return the samples of an epoch."""
+    data = shard(
+        Drawing(), batch=BatchPlan(4, 1, 1, 4), context=WorkerContext(0, 1, 0, 1, 0, "cpu"), config=DistributedConfig(shuffle=True),
+        role=DataRole.TRAINING, reduce=dict,
+    )  # fmt: skip
+    data.use_version(version)
+    return [row for update in data.epoch(1) for row in update.micro_batches[0].batch.tolist()]
+
+
 print(
     json.dumps(
         {
@@ -94,6 +118,7 @@ print(
             "twice": updates(BATCHES.repeat(2)),
             "twice, from the third": updates(BATCHES.repeat(2), 8),
             "cut smaller": updates(BATCHES.rebatch(2)),
+            "drawn": [drawn(version) for version in (2, 3)],
         }
     )
 )
