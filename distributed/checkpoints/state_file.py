@@ -98,7 +98,7 @@ def write_state(checkpoint: Path, state: TrainState, extra: Any) -> None:
             "train": encode(to_json(state), "train", arrays.encode),
             "backend": json.loads(json.dumps(extra)),
         }
-        raw = json.dumps(content, indent=1).encode()
+        raw = json.dumps(content).encode()
         if len(raw) <= MAX_JSON_BYTES:
             parse_json(raw)  # raises an error if the file could not be read again
     except (TypeError, ValueError, RecursionError) as error:

@@ -19,7 +19,7 @@ import xxhash
 from distributed.checkpoints import digests
 from distributed.checkpoints.durable import memory_for, write_file
 from distributed.checkpoints.part_checks import PartChecks, active_checks
-from distributed.config.reading import MAX_HEADER_BYTES, MAX_HEADER_CONTAINERS, num_containers
+from distributed.config.reading import MAX_HEADER_BYTES, MAX_HEADER_CONTAINERS, MAX_HEADER_TEXTS, num_containers
 from distributed.errors import CheckpointError
 
 ITEM_BYTES = {
@@ -74,7 +74,7 @@ def write_tensors(
         offset = end
     header = json.dumps(content, separators=(",", ":")).encode()
     header += b" " * (-(8 + len(header)) % _ALIGNMENT)
-    if len(header) > MAX_HEADER_BYTES or num_containers(header) > MAX_HEADER_CONTAINERS:
+    if len(header) > MAX_HEADER_BYTES or _beyond(header):
         raise CheckpointError(f"{path.name} would hold {len(tensors)} tensors, more than one file can: shard the state")
 
     start = len(header).to_bytes(8, "little") + header
@@ -92,6 +92,13 @@ def write_tensors(
             yield tensor.read()
 
     writer(path, chunks(), len(start) + offset)
+
+
+def _beyond(header: bytes) -> str:
+    """Return the limit that a header exceeds, or "" if it exceeds none."""
+    if num_containers(header) > MAX_HEADER_CONTAINERS:
+        return f"{MAX_HEADER_CONTAINERS} lists and objects"
+    return f"{MAX_HEADER_TEXTS} names and texts" if header.count(b'"') > 2 * MAX_HEADER_TEXTS else ""
 
 
 def _place(tensor: RawTensor) -> tuple[bool, int, str]:
@@ -141,8 +148,8 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
     length = check_header(path)
     with path.open("rb") as file:
         header = file.read(8 + length)[8:]
-        if num_containers(header) > MAX_HEADER_CONTAINERS:
-            raise CheckpointError(f"{path} has a header of more than {MAX_HEADER_CONTAINERS} lists and objects")
+        if limit := _beyond(header):
+            raise CheckpointError(f"{path} has a header of more than {limit}")
         _validate(path)
         content = json.loads(header)
         del header

@@ -30,7 +30,7 @@ _WIDTH = 80
 _NAME = 14  # columns of the names in `status`, with the indentation
 _SHORTEST_NAME = 12
 _LOOK_EVERY_S = 0.5
-_READ_BYTES = 16 << 20  # of metrics.jsonl at once
+_READ_BYTES = 4 << 20  # of metrics.jsonl at once
 _ROW = {"time": SECONDS, "step": COUNT, "epoch": COUNT, "samples_per_second": optional(SECONDS)}
 _NOT_METRICS = ("time", "split", "step", "epoch", "samples_per_second")  # of a line of metrics.jsonl
 _SHOWN = (  # events
@@ -303,14 +303,13 @@ def _rows(path: Path, begin: int) -> tuple[list[tuple[float, str]], int]:
         file.seek(begin)
         data = file.read(_READ_BYTES)
     whole = data[: data.rfind(b"\n") + 1]
-    found = []
+    found: list[tuple[float, str]] = []
     for line in whole.splitlines():
         with contextlib.suppress(ValueError):  # the rest of a line that was removed
             check_kinds(row := parse_json(line), _ROW)
-            found.append(row)
-    return [(row["time"], _row_line(row)) for row in found if row.keys() >= {"time", "step", "epoch"}], begin + len(
-        whole
-    )
+            if row.keys() >= {"time", "step", "epoch"}:
+                found.append((row["time"], _row_line(row)))
+    return found, begin + len(whole)
 
 
 def _row_line(row: dict[str, Any]) -> str:

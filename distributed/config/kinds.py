@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
+MAX_LETTERS = 4096  # of a short text, such as a path
 MAX_COUNT = 2**53  # of steps, samples or bytes: up to this number JSON is exact everywhere
 
 
@@ -50,6 +51,9 @@ COUNT = Kind(f"a whole number from 0 to {MAX_COUNT}", lambda value: type(value) 
 NUMBER = Kind("a number", is_number)
 SECONDS = Kind(f"a number from 0 to {MAX_COUNT}", lambda value: is_number(value) and 0 <= value <= MAX_COUNT)
 TEXT = Kind("a text", lambda value: isinstance(value, str))
+SHORT_TEXT = Kind(
+    f"a text of up to {MAX_LETTERS} letters", lambda value: isinstance(value, str) and len(value) <= MAX_LETTERS
+)
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 OBJECT = Kind("an object with texts as names", object_of(Kind("", lambda value: True)).holds)
 

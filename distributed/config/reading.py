@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,15 +15,17 @@ from distributed.errors import ConfigError
 
 MAX_DEPTH = 100  # of lists and objects inside each other
 MAX_DIGITS = 300  # of a whole number, so that it is a finite float too
-MAX_JSON_BYTES = 32 << 20
-MAX_CONTAINERS = 300_000  # lists and objects in one JSON file, each of which takes some hundred bytes of memory
+MAX_JSON_BYTES = 16 << 20
+MAX_RECORD_BYTES = 1 << 20  # of a JSON file that describes one run, such as result.json
+MAX_CONTAINERS = 300_000  # lists and objects in one JSON text, each of which takes some hundred bytes of memory
+MAX_VALUES = 1_350_000  # values and names in one JSON text. A text of two letters takes 90 bytes of memory
+# Of a JSON text that is not ASCII alone, because each of its letters takes up to 4 bytes of memory.
+MAX_WIDE_BYTES = 8 << 20
 MAX_MANIFEST_BYTES = 8 << 20
 # Of a safetensors file. The format allows 100 MB, which takes a gigabyte as Python objects. These limits are enough for about
 # 130,000 tensors, which take 170 MB. A tensor has three lists and objects, and a piece of one has two more.
 MAX_HEADER_BYTES, MAX_HEADER_CONTAINERS = 16_000_000, 500_000
-MAX_LINE_BYTES = 1 << 20  # a longer line of a JSON Lines file is left out
-JOURNAL = (32 << 20, MAX_CONTAINERS)  # bytes, lists and objects of a JSON Lines file
-METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
+MAX_HEADER_TEXTS = 1_000_000  # names included. A tensor has five, and a piece of one has two more
 MAX_YAML_BYTES = 256 << 10  # also after each alias is replaced by what it stands for
 
 # What the constructors of yaml raise for a value that does not fit its tag, such as the date 2026-99-99
@@ -63,63 +65,21 @@ def parse_json(raw: bytes | str) -> Any:
     count = num_containers(raw)
     if count > MAX_CONTAINERS:
         raise LimitError(f"has {count} lists and objects, {MAX_CONTAINERS} are allowed")
-    return _parsed(raw if isinstance(raw, str) else raw.decode(), count)
+    if (values := count + _num_separators(raw)) > MAX_VALUES:
+        raise LimitError(f"has {values} values and names, {MAX_VALUES} are allowed")
+    if len(raw) > MAX_WIDE_BYTES and not raw.isascii():
+        raise LimitError(f"has {len(raw)} bytes that are not ASCII alone, {MAX_WIDE_BYTES} are allowed")
+    return parsed(raw)
 
 
-def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
-    """Yield the value of each line of a JSON Lines file, from byte `begin` to `end`.
-
-    Lines that are not JSON, such as one that a killed writer left incomplete, and lines beyond a limit are left out.
-
-    Args:
-        path: the file.
-        most: the largest number of bytes, and of lists and objects: `JOURNAL` or `METRICS`.
-        begin: the byte at which the first line begins.
-        end: the byte at which the last line ends, or None for the end of the file.
-
-    Raises:
-        OSError: the file cannot be opened.
-        LimitError: the file is not a regular one, or is larger than `most`.
-    """
-    most_bytes, most_containers = most
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        left = (size if end is None else min(end, size)) - begin
-        if left > most_bytes:
-            raise LimitError(f"has {left} bytes, {most_bytes} are allowed")
-        file.seek(begin)
-        if sum(map(num_containers, _chunks(file, left))) > most_containers:
-            raise LimitError(f"has more than {most_containers} lists and objects")
-        file.seek(begin)
-        while left > 0 and (line := file.readline(left)):
-            left -= len(line)
-            try:
-                value = (
-                    _parsed(line.decode(errors="replace"), num_containers(line))
-                    if len(line) <= MAX_LINE_BYTES
-                    else None
-                )
-            except ValueError:
-                continue
-            if value is not None:
-                yield value
-
-
-def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
-    """Yield the next `size` bytes of a file, or those that it has."""
-    while size > 0 and (chunk := file.read(min(size, 1 << 20))):
-        size -= len(chunk)
-        yield chunk
-
-
-def _parsed(text: str, count: int) -> Any:
-    """Return the value of a JSON text with `count` lists and objects."""
-    has_long_number = _LONG_NUMBER in text.encode(errors="replace").translate(_ZEROS)
+def parsed(raw: bytes | str, errors: str = "strict") -> Any:
+    """Return the value of a JSON text of any size, as `parse_json` does. `errors` is that of `bytes.decode`."""
+    decoder = _CAREFUL if _has_long_number(raw) else _DECODER
     try:
-        content = (_CAREFUL if has_long_number else _DECODER).decode(text)
+        content = decoder.decode(raw if isinstance(raw, str) else raw.decode(errors=errors))
     except RecursionError:
         raise _too_deep() from None
-    if count > MAX_DEPTH:
+    if num_containers(raw) > MAX_DEPTH:
         _check_depth(content)
     return content
 
@@ -127,6 +87,16 @@ def _parsed(text: str, count: int) -> Any:
 def num_containers(raw: bytes | str) -> int:
     """Return the number of lists and objects in a JSON text, or a larger one if its strings have brackets."""
     return raw.count("[") + raw.count("{") if isinstance(raw, str) else raw.count(b"[") + raw.count(b"{")
+
+
+def _num_separators(raw: bytes | str) -> int:
+    """Return the number of commas and colons in a JSON text, those in its strings included."""
+    return raw.count(",") + raw.count(":") if isinstance(raw, str) else raw.count(b",") + raw.count(b":")
+
+
+def _has_long_number(raw: bytes | str) -> bool:
+    data = raw.encode(errors="replace") if isinstance(raw, str) else raw
+    return _LONG_NUMBER in data.translate(_ZEROS)
 
 
 def _whole(text: str) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from distributed.callbacks import Callback
 from distributed.checkpoints.durable import replace_text
 from distributed.config.kinds import COUNT, TEXT, check_kinds
-from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
+from distributed.config.reading import MAX_RECORD_BYTES, parse_json, read_bytes
 from distributed.errors import ConfigError
 from distributed.loggers.base import LoggedFit, Tracker, ValueTracker, hyperparameters
 from distributed.loggers.logger import LoggedRun, Logger
@@ -58,7 +58,7 @@ class _Record:
     def read(cls, path: Path) -> _Record:
         """Return the record in the file, or a new one if there is none."""
         try:
-            content = parse_json(read_bytes(path, MAX_JSON_BYTES))
+            content = parse_json(read_bytes(path, MAX_RECORD_BYTES))
             check_kinds(content, {"id": TEXT, "delivered": COUNT, "failures": COUNT})
             return cls(content["id"], content["delivered"], content.get("failures", 0))
         except (OSError, ValueError, KeyError):

@@ -8,39 +8,47 @@ import io
 from pathlib import Path
 
 from distributed.report.page import Section, escape, folded, table
-from distributed.report.runs import Record, RunData
+from distributed.report.runs import MOST_MEDIA, Record, RunData
 from distributed.runs.directory import is_below
 
 _MOST = 60  # names that are shown
 _LARGEST = 2_000_000  # bytes of a file that is part of the page
-_ROWS, _LETTERS = 50, 20_000  # of a table and of a text
+_LARGEST_SECTION = 16_000_000  # letters of the section
+_ROWS, _LETTERS, _LETTERS_OF_TABLE = 50, 20_000, 100_000  # of a table and of a text
 
 
 def logged_sections(run: RunData) -> list[Section]:
     """Return a list with the section, or an empty list if nothing was logged for it."""
-    newest: dict[tuple[str, str], Record] = {}
-    for record in run.media:
-        newest[str(record.get("name")), str(record.get("rank"))] = record
-    shown = [_shown(run.path, record) for record in list(newest.values())[:_MOST]]
-    if len(newest) > _MOST:
-        shown.append(f'<p class="caption">{len(newest) - _MOST} more names: see RUN/media</p>')
+    shown, left = [], _LARGEST_SECTION
+    for record in run.media[:_MOST]:
+        figure = _figure(record, _body(run.path, record))
+        if len(figure) > left:
+            figure = _figure(
+                record, '<p class="caption">not shown, because the page would become too large: see RUN/media</p>'
+            )
+        shown.append(figure)
+        left -= len(figure)
+    if (more := len(run.media) - _MOST) > 0:
+        least = "at least " if len(run.media) == MOST_MEDIA else ""
+        shown.append(f'<p class="caption">{least}{more} more names: see RUN/media</p>')
     return [Section("Logged", "\n".join(shown))] if shown else []
 
 
-def _shown(run_dir: Path, record: Record) -> str:
-    rank = "" if record.get("rank") is None else f", rank {record['rank']}"
-    title = f"{record.get('name')} at step {record.get('step')}{rank}"
-    return f"<figure>{_body(run_dir, run_dir / str(record.get('path')), str(record.get('kind')))}<figcaption>{escape(title)}</figcaption></figure>"
+def _figure(record: Record, body: str) -> str:
+    rank = "" if record["rank"] is None else f", rank {record['rank']}"
+    title = f"{record['name']} at step {record['step']}{rank}"
+    return f"<figure>{body}<figcaption>{escape(title)}</figcaption></figure>"
 
 
-def _body(run_dir: Path, path: Path, kind: str) -> str:
-    if not is_below(path, run_dir / "media"):
-        return f'<p class="caption">{escape(path.name)} is not in RUN/media</p>'
+def _body(run_dir: Path, record: Record) -> str:
+    path, kind = run_dir / record["path"], record["kind"]
     try:
+        if not is_below(path, run_dir / "media"):
+            return f'<p class="caption">{escape(path.name)} is not in RUN/media</p>'
         size = path.stat().st_size
         if kind in ("text", "table"):
             with path.open(encoding="utf-8", errors="replace") as file:
-                text = file.read(_LARGEST)
+                text = file.read(_LETTERS_OF_TABLE)
             return _table(text) if kind == "table" else f"<pre>{escape(text[:_LETTERS])}</pre>"
         if size > _LARGEST:
             return f'<p class="caption">{escape(path.name)} has {size / 1e6:.1f} MB: see RUN/media</p>'

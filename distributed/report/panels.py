@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.report.curves import columns, num_not_finite, points, readable, short, thinned
-from distributed.report.runs import POSITION, Record, RunData
+from distributed.report.runs import Record, RunData
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -44,6 +44,9 @@ EVENTS = {
 }
 _MANY_RANKS = 8
 _MANY_EVENTS = 1000  # limit of the events of one kind that are drawn
+_MANY_MARKS = 200  # limit of the events that are marked in every plot
+_MANY_ROWS = 200  # limit of the kinds of events, each with its node, that are drawn
+_MANY_METRICS = 200  # limit of the metrics that are drawn
 _MS = 1e3
 
 
@@ -81,7 +84,9 @@ def run_panels(runs: Sequence[RunData]) -> list[Panel]:
     """Return all panels about one run, or about several runs with their curves in the same plots."""
     metrics, others = _names(runs)
     cuts = _marks(runs[0]) if len(runs) == 1 else []
-    panels = [_metric(runs, name, cuts) for name in metrics]
+    panels = [_metric(runs, name, cuts) for name in metrics[:_MANY_METRICS]]
+    if (more := len(metrics) - _MANY_METRICS) > 0:
+        panels[-1] = _with_caption(panels[-1], f"{more} more metrics are not drawn")
     panels += [_events(runs)]
     panels += scaling_panels(runs)
     speed = [_metric(runs, name, cuts) for name in others if name == "samples_per_second"]
@@ -93,10 +98,13 @@ def run_panels(runs: Sequence[RunData]) -> list[Panel]:
     return [panel for panel in panels if panel.lines]
 
 
+def _with_caption(panel: Panel, text: str) -> Panel:
+    return dataclasses.replace(panel, caption="; ".join(filter(None, (panel.caption, text))))
+
+
 def _names(runs: Sequence[RunData]) -> tuple[list[str], list[str]]:
     """Return (metrics with the loss first, other names that are drawn over the steps)."""
-    seen = dict.fromkeys(name for run in runs for record in (*run.train, *run.val) for name in record)
-    names = [name for name in seen if name not in POSITION]
+    names = dict.fromkeys(name for run in runs for records in run.by_name for name in records)
     metrics = [name for name in names if name not in _LAST]
     return sorted(metrics, key=lambda name: name != "loss"), [name for name in _LAST if name in names]
 
@@ -106,7 +114,8 @@ def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any
     title, unit = _NAMED.get(name, (name[:1].upper() + name[1:].replace("_", " "), name))
     lines = []
     for number, run in enumerate(runs):
-        for records, split in ((run.train, "train"), (run.val, "validation")):
+        for by_name, split in zip(run.by_name, ("train", "validation"), strict=True):
+            records = by_name.get(name, ())
             data = points(records, name)
             if not data["y"]:
                 continue
@@ -118,9 +127,9 @@ def _metric(runs: Sequence[RunData], name: str, marks: Sequence[Mapping[str, Any
                 is_dashed=is_val and not is_alone, has_points=is_val or len(data["y"]) < 3,
                 in_legend=(is_alone and name not in _LAST) or (not is_alone and not is_val),
             ))  # fmt: skip
-    missing = sum(num_not_finite((*run.train, *run.val), name) for run in runs)
+    missing = sum(num_not_finite(by_name.get(name, ()), name) for run in runs for by_name in run.by_name)
     parts = [f"{missing} value{'s' * (missing > 1)} not finite (gaps)"] if missing else []
-    if len(runs) > 1 and any(name in record for run in runs for record in run.val):
+    if len(runs) > 1 and any(name in run.by_name[1] for run in runs):
         parts.append("solid: training, dashed: validation")
     return Panel("lines", title, unit, lines=lines, caption="; ".join(parts), marks=marks, heading="Training")
 
@@ -135,40 +144,51 @@ def _last(records: Sequence[Record], name: str) -> str:
 
 def _marks(run: RunData) -> list[dict[str, Any]]:
     """Return the vertical lines at events that interrupted training."""
+    found = [event for event in run.events if event["event"] in BREAKS]
     return [
         {"step": event["step"], "time": short(event["time"]), "text": EVENTS[event["event"]]}
-        for event in run.events
-        if event["event"] in BREAKS
+        for event in _some(found, _MANY_MARKS)
     ]
+
+
+def _some(events: Sequence[Record], most: int) -> Sequence[Record]:
+    """Return up to `most` events in equal distances."""
+    return events[:: math.ceil(len(events) / most) or 1]
 
 
 def _events(runs: Sequence[RunData]) -> Panel:
     """Return the panel of events, with one line of marks per kind of event, or per run if there are several."""
     lines = []
+    most = 0
     for number, run in enumerate(runs):
-        for kind, node in _kinds(run):
-            found = [event for event in run.events if (event["event"], event.get("node")) == (kind, node)]
+        kinds = _by_kind(run)
+        most = max(most, len(kinds))
+        for (kind, node), every in list(kinds.items())[:_MANY_ROWS]:
             text = EVENTS[kind] if node is None else f"node {node}: {EVENTS[kind].removeprefix('node ')}"
-            found = found[:: math.ceil(len(found) / _MANY_EVENTS) or 1]
+            found = _some(every, _MANY_EVENTS)
             data = columns(found, range(len(found)))
-            if found:
-                row = text if len(runs) == 1 else run.label
-                about = [_about(event) for event in found]
-                color = list(EVENTS).index(kind) % 7 if len(runs) == 1 else number
-                lines.append(Line(row, color, {**data, "text": about, "kind": [kind] * len(about)}))
+            row = text if len(runs) == 1 else run.label
+            about = [_about(event) for event in found]
+            color = list(EVENTS).index(kind) % 7 if len(runs) == 1 else number
+            lines.append(Line(row, color, {**data, "text": about, "kind": [kind] * len(about)}))
     more = {"rows": list(dict.fromkeys(line.name for line in lines)), "kinds": EVENTS}
     caption = "" if len(runs) == 1 else "circles: checkpoints, crosses: failures, triangles: resumed"
-    return Panel("events", "Events", lines=lines, heading="Training", is_wide=True, more=more, caption=caption)
+    panel = Panel("events", "Events", lines=lines, heading="Training", is_wide=True, more=more, caption=caption)
+    return _with_caption(panel, f"{most - _MANY_ROWS} more kinds are not drawn") if most > _MANY_ROWS else panel
 
 
-def _kinds(run: RunData) -> list[tuple[str, int | str | None]]:
-    """Return the different pairs (kind, node) of the events of a run.
+def _by_kind(run: RunData) -> dict[tuple[str, int | str | None], list[Record]]:
+    """Return the events of a run for each pair (kind, node).
 
     The node is a number, or a name on a cluster that does not number its nodes. It is None if an event belongs to no node.
     """
-    seen = {(event["event"], event.get("node")) for event in run.events if event["event"] in EVENTS}
+    found: dict[tuple[str, int | str | None], list[Record]] = {}
+    for event in run.events:
+        if event["event"] in EVENTS:
+            found.setdefault((event["event"], event.get("node")), []).append(event)
     order = list(EVENTS)
-    return sorted(seen, key=lambda each: (order.index(each[0]), each[1] is not None, str(each[1]).rjust(9)))
+    keys = sorted(found, key=lambda each: (order.index(each[0]), each[1] is not None, str(each[1]).rjust(9)))
+    return {key: found[key] for key in keys}
 
 
 def _about(event: Record) -> str:
@@ -181,10 +201,6 @@ def _about(event: Record) -> str:
 
 
 # ------------------------------------------------------------------ time
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 def _time_split(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
@@ -235,16 +251,17 @@ def _time_bars(runs: Sequence[RunData]) -> Panel:
 
 def rank_names(run: RunData) -> list[str]:
     """Return the names `rank_0_s`, `rank_1_s`, ... in the order of ranks."""
-    seen = dict.fromkeys(name for record in run.times for name in record if re.fullmatch(r"rank_\d{1,9}_s", name))
-    return sorted(seen, key=lambda name: (len(name), name))
+    seen = dict.fromkeys(name for record in run.times for name in record)
+    return sorted((name for name in seen if re.fullmatch(r"rank_\d{1,9}_s", name)), key=lambda name: (len(name), name))
 
 
 def rank_means(run: RunData) -> dict[str, float]:
     """Return the seconds per update of each rank, without the time it waited for others, the slowest rank first."""
-    means = {
-        name: statistics.fmean(record[name] for record in run.times if _is_number(record.get(name)))
-        for name in rank_names(run)
-    }
+    values: dict[str, list[float]] = {name: [] for name in rank_names(run)}
+    for record in run.times:
+        for name in record.keys() & values.keys():
+            values[name].append(record[name])
+    means = {name: statistics.fmean(each) for name, each in values.items()}
     return dict(sorted(means.items(), key=lambda item: -item[1]))
 
 
@@ -261,8 +278,8 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
     if len(means) > _MANY_RANKS:
         middle = [
             {
-                **record,
-                "median": statistics.median_low([record[name] for name in means if name in record] or [math.nan]),
+                **_position(record),
+                "median": statistics.median_low([record[name] for name in record.keys() & means.keys()] or [math.nan]),
             }
             for record in run.times
         ]
@@ -271,6 +288,10 @@ def _ranks(run: RunData, marks: Sequence[Mapping[str, Any]]) -> Panel:
     behind = f"{ratio:.2f} x the {'other' if len(means) == 2 else 'median of the others'}"
     caption = f"data and compute, without waiting for others; slowest: {_rank(run, slowest)}, {behind}"
     return Panel("lines", "Time of each rank", "ms per update", lines=lines, caption=caption, marks=marks)
+
+
+def _position(record: Record) -> Record:
+    return {"step": record["step"], "time": record["time"]}
 
 
 def _rank(run: RunData, name: str) -> str:
@@ -291,12 +312,13 @@ def _imbalance(runs: Sequence[RunData]) -> Panel:
     """Return the panel of how far the slowest rank is behind, for each run of several processes."""
     lines = []
     for number, run in enumerate(runs):
-        names = rank_names(run)
+        names = set(rank_names(run))
         if len(names) < 2:
             continue
         records = [
-            {**record, "ratio": _imbalance_of({name: record[name] for name in names if name in record})}
+            {**_position(record), "ratio": _imbalance_of({name: record[name] for name in here})}
             for record in run.times
+            if (here := record.keys() & names)
         ]
         lines.append(Line(run.label, number, points(records, "ratio"), label=f"{_imbalance_of(rank_means(run)):.2f}"))
     caption = "1: all ranks need the same time for data and compute"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.config.kinds import MAX_COUNT, SECONDS, TEXT, Kind, is_number
-from distributed.config.reading import METRICS, LimitError, json_lines
+from distributed.config.json_lines import METRICS, METRICS_MEMORY, Memory, json_lines
+from distributed.config.kinds import COUNT, MAX_COUNT, SECONDS, SHORT_TEXT, Kind, is_number, optional
+from distributed.config.reading import LimitError
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.runs.recorded import read_recorded
@@ -17,9 +20,12 @@ from distributed.runs.summary import read_result
 
 Record = dict[str, Any]
 _LOGGED = {"step": SECONDS, "time": SECONDS}
-_MEDIUM = {"path": TEXT, "time": SECONDS}
+_MEDIUM = {"path": SHORT_TEXT, "name": SHORT_TEXT, "kind": SHORT_TEXT, "step": SECONDS, "time": SECONDS}
+_RANK = optional(COUNT)
+_MOST_NAMES = 20_000  # of metrics and parts of times
+MOST_MEDIA = 1000  # names of images, texts and the like that are read
 # Names in a record that are not metrics.
-POSITION = frozenset({"step", "epoch", "time", "split"})
+POSITION = frozenset({"step", "epoch", "time"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,12 +43,17 @@ class RunData:
     sources: Mapping[str, str]
     hyperparameters: Mapping[str, Any]
     script: str | None
-    media: Sequence[Record]  # one per image, text or the like that was logged
+    media: Sequence[Record]  # the newest image, text or the like of each name and rank, of up to MOST_MEDIA names
 
     @property
     def world_size(self) -> int:
         """Number of processes, 0 if unknown."""
         return int(self.result.get("world_size") or 0)
+
+    @functools.cached_property
+    def by_name(self) -> tuple[Mapping[str, Sequence[Record]], Mapping[str, Sequence[Record]]]:
+        """For each metric, the records of training and those of validations that have it."""
+        return _by_name(self.train), _by_name(self.val)
 
     @property
     def num_nodes(self) -> int:
@@ -74,25 +85,28 @@ def read_run(path: Path, label: str | None = None) -> RunData:
     """
     run = RunDirectory(path)
     _check(run)
+    memory = Memory(METRICS_MEMORY)
     try:
-        records = [_metrics(record) for record in _read_records(run.metrics, _LOGGED)]
-        times = [_seconds(record) for record in _read_records(run.times, _LOGGED)]
-        events, media = run.read_events(), _read_records(run.media, _MEDIUM)
+        train, val = _read_metrics(run.metrics, memory)
+        times = [memory.take(_seconds(record)) for record in _records(run.times, _LOGGED)]
+        if memory.num_names > _MOST_NAMES:
+            raise LimitError(f"has {memory.num_names} different names, {_MOST_NAMES} are allowed")
+        events, media = run.read_events(), _newest_media(run.media)
     except OSError as error:
         raise ConfigError(f"run {str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
     except LimitError as error:
         raise ConfigError(f"run {str(path)!r} cannot be read (a file {error}): name another") from None
+    records = (*train, *val)
     if not records:
         raise ConfigError(
             f"run {str(path)!r} has no metrics yet: wait for its first log line (see log_every_n_steps), or name another run"
         )
-    began = min(record["time"] for record in (*records[:1], *events[:1]))
+    began = min(record["time"] for record in (*train[:1], *val[:1], *events[:1]))
     for record in (*records, *times, *events):
         record["time"] -= began
     config = read_recorded(path / "config.yaml")
     return RunData(
-        path=path, label=label or path.resolve().name,
-        train=[record for record in records if record.get("split") != "val"], val=[record for record in records if record.get("split") == "val"],
+        path=path, label=label or path.resolve().name, train=train, val=val,
         times=times, events=_at_steps(_with_new_sizes(events), records), result=read_result(path / "result.json") or {},
         sources=config.pop("sources", None) or {}, script=config.pop("script", None),
         hyperparameters=config.pop("hyperparameters", None) or {}, settings=config, media=media,
@@ -142,15 +156,41 @@ def _check(run: RunDirectory) -> None:
     )
 
 
-def _read_records(path: Path, kinds: Mapping[str, Kind]) -> list[Record]:
-    """Return the JSON objects in the lines of a file that have all names in `kinds` with values of these kinds.
+def _read_metrics(path: Path, memory: Memory) -> tuple[list[Record], list[Record]]:
+    """Return the records of training, and those of validations."""
+    train: list[Record] = []
+    val: list[Record] = []
+    for record in _records(path, _LOGGED):
+        (val if record.get("split") == "val" else train).append(memory.take(_metrics(record)))
+    return train, val
+
+
+def _by_name(records: Iterable[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        for name in record:
+            if name not in POSITION:
+                found.setdefault(name, []).append(record)
+    return found
+
+
+def _newest_media(path: Path) -> list[Record]:
+    """Return the newest record of each name and rank, of the first `MOST_MEDIA` of them."""
+    newest: dict[tuple[str, int | None], Record] = {}
+    for record in _records(path, _MEDIUM):
+        key = name, rank = record["name"], record.get("rank")
+        if _RANK.holds(rank) and (key in newest or len(newest) < MOST_MEDIA):
+            newest[key] = {"name": name, "rank": rank, **{each: record[each] for each in _MEDIUM}}
+    return list(newest.values())
+
+
+def _records(path: Path, kinds: Mapping[str, Kind]) -> Iterator[Record]:
+    """Yield the JSON objects in the lines of a file that have all names in `kinds` with values of these kinds.
 
     Other lines are left out, such as a line that a killed writer left incomplete. Raises OSError or LimitError.
     """
-    try:
-        return [record for record in json_lines(path, METRICS) if _has(record, kinds)]
-    except FileNotFoundError:
-        return []
+    with contextlib.suppress(FileNotFoundError):
+        yield from (record for record in json_lines(path, METRICS) if _has(record, kinds))
 
 
 def _has(record: Any, kinds: Mapping[str, Kind]) -> bool:
@@ -159,7 +199,7 @@ def _has(record: Any, kinds: Mapping[str, Kind]) -> bool:
 
 def _metrics(record: Record) -> Record:
     """Return a record with only its metrics and the names in POSITION. None stands for a value that is not finite."""
-    return {name: value for name, value in record.items() if value is None or is_number(value) or name in POSITION}
+    return {name: value for name, value in record.items() if value is None or is_number(value)}
 
 
 def _seconds(record: Record) -> Record:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.config.kinds import COUNT, OBJECT, TEXT, check_kinds, list_of, optional
-from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
+from distributed.config.json_lines import Memory
+from distributed.config.kinds import COUNT, OBJECT, SHORT_TEXT, check_kinds, list_of, optional
+from distributed.config.reading import MAX_JSON_BYTES, LimitError, parse_json, read_bytes
 from distributed.errors import ConfigError
 from distributed.report.curves import points, short
 from distributed.report.panels import Line, Panel
@@ -17,10 +20,18 @@ from distributed.report.runs import read_run
 
 FILE = "sweep.json"
 _TRIAL = {
-    "config": OBJECT, "metrics": optional(OBJECT), "status": TEXT, "epochs": optional(COUNT), "run_dir": optional(TEXT),
+    "config": OBJECT, "metrics": optional(OBJECT), "status": SHORT_TEXT, "epochs": optional(COUNT), "run_dir": optional(SHORT_TEXT),
 }  # fmt: skip
+_MAX_TRIALS, _MAX_PARAMETERS = 50_000, 500  # of a sweep
+_MAX_VALUES = 500_000  # parameters times trials
+_LONGEST_NAME = 200  # letters of a parameter
+_VALUE_BYTES, _VALUE_LETTERS = 16 << 10, 1000  # of memory of a value; a larger one is cut
 _NUM_TREES = 100
 _MIN_TRIALS = 8  # with fewer trials a random forest is meaningless
+_MAX_LEARNED, _MAX_RANKED = (
+    2000,
+    50,
+)  # trials from which a forest learns, and parameters: it tries each of them on each trial
 _MAX_CURVES = 60
 _HUGE = 1e300  # numbers from here on are treated as words, because their differences may be infinite
 _FEW = 5  # up to this number of values, all values of a parameter are written beside its axis
@@ -56,7 +67,7 @@ class SweepData:
             (trial for trial in self.trials if math.isfinite(trial.value)), key=lambda trial: sign * trial.value
         )
 
-    @property
+    @functools.cached_property
     def varied(self) -> list[str]:
         """Parameters that are not the same in all trials."""
         names = dict.fromkeys(name for trial in self.trials for name in trial.config)
@@ -68,8 +79,9 @@ def read_sweep(directory: Path) -> SweepData:
     path = directory / FILE
     try:
         content = parse_json(read_bytes(path, MAX_JSON_BYTES))
-        check_kinds(content, {"metric": TEXT, "mode": TEXT, "trials": list_of(OBJECT)})
+        check_kinds(content, {"metric": SHORT_TEXT, "mode": SHORT_TEXT, "trials": list_of(OBJECT)})
         trials = [_trial(each, content["metric"], directory) for each in content["trials"]]
+        _check_parameters(trials)
         sweep = SweepData(directory, str(content["metric"]), str(content.get("mode", "min")), trials)
     except OSError as error:
         raise ConfigError(f"{str(path)!r} cannot be read ({error.strerror}): check its permissions") from None
@@ -88,11 +100,34 @@ def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> TrialDat
     value = metrics.get(metric)
     run_dir = content.get("run_dir")
     return TrialData(
-        id=str(content["id"]), config=dict(content["config"]), metrics=metrics,
+        id=str(content["id"])[:_VALUE_LETTERS], config={name: _short_value(each) for name, each in content["config"].items()}, metrics=metrics,
         value=float(value) if isinstance(value, (int, float)) else math.nan,
         status=str(content.get("status", "")), epochs=content.get("epochs"),
         run_dir=directory / run_dir if run_dir else None,
     )  # fmt: skip
+
+
+def _short_value(value: Any) -> Any:
+    """Return the value of a parameter, or its begin as a text if it is large."""
+    if isinstance(value, str):
+        return value[:_VALUE_LETTERS]
+    try:
+        return Memory(_VALUE_BYTES).take(value)
+    except LimitError:
+        return reprlib.repr(value)
+
+
+def _check_parameters(trials: Sequence[TrialData]) -> None:
+    """Raise LimitError if the page of a sweep would become too large."""
+    if len(trials) > _MAX_TRIALS:
+        raise LimitError(f"has {len(trials)} trials, {_MAX_TRIALS} are allowed")
+    names = {name for trial in trials for name in trial.config}
+    if (longest := max(map(len, names), default=0)) > _LONGEST_NAME:
+        raise LimitError(f"has a parameter whose name has {longest} letters, {_LONGEST_NAME} are allowed")
+    if len(names) > _MAX_PARAMETERS:
+        raise LimitError(f"has {len(names)} parameters, {_MAX_PARAMETERS} are allowed")
+    if len(names) * len(trials) > _MAX_VALUES:
+        raise LimitError(f"has {len(names)} parameters in {len(trials)} trials, {_MAX_VALUES} values are allowed")
 
 
 def sweep_panels(sweep: SweepData) -> list[Panel]:
@@ -152,7 +187,10 @@ def _curve(metric: str, trial: TrialData) -> dict[str, list[float | None]] | Non
         return None
     try:
         run = read_run(trial.run_dir)
-    except ConfigError:  # the run was removed, or ended before its first log line
+    except (
+        ConfigError,
+        OSError,
+    ):  # the run was removed, ended before its first log line, or has a name that no file can have
         return None
     is_val = metric.startswith("val_")
     data = points(run.val if is_val else run.train, metric.removeprefix("val_") if is_val else metric)
@@ -191,11 +229,11 @@ def _axis(name: str, values: Sequence[Any]) -> dict[str, Any]:
     numbers = [value for value in values if _is_finite(value)]
     if len(numbers) < len(values) or len(set(numbers)) <= 1:
         words = sorted({str(value) for value in values})
-        heights = [_between(words.index(str(value)), 0, len(words) - 1) for value in values]
+        places = {word: _between(number, 0, len(words) - 1) for number, word in enumerate(words)}
         return {
             "name": name,
-            "heights": heights,
-            "ticks": [(_between(i, 0, len(words) - 1), w) for i, w in enumerate(words)],
+            "heights": [places[str(value)] for value in values],
+            "ticks": [(place, word) for word, place in places.items()],
         }
     low, high = min(numbers), max(numbers)
     if is_log := low > 0 and high / low > 30:
@@ -232,7 +270,8 @@ def _value_text(value: Any) -> str:
 
 def _importance(sweep: SweepData) -> Panel:
     """Return the panel of each parameter's permutation importance under a random forest that predicts the metric."""
-    names, trials = sweep.varied, sweep.done
+    names, done = sweep.varied, sweep.done
+    trials = done[:: math.ceil(len(done) / _MAX_LEARNED) or 1]
     title = "Importance of the parameters"
     if len(names) < 2:
         return Panel("bars", title)
@@ -241,6 +280,13 @@ def _importance(sweep: SweepData) -> Panel:
             "bars",
             title,
             caption=f"needs {_MIN_TRIALS} finished trials, and there are {len(trials)}",
+            more={"rows": []},
+        )
+    if len(names) > _MAX_RANKED:
+        return Panel(
+            "bars",
+            title,
+            caption=f"needs {_MAX_RANKED} parameters or fewer, and there are {len(names)}",
             more={"rows": []},
         )
     try:

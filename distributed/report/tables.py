@@ -16,6 +16,7 @@ from distributed.report.sweep import SweepData, TrialData, sweep_panels
 
 _FIT = {"finished": "good", "failed": "bad", "interrupted": "bad"}
 _SHORT = ".4g"
+_MOST_EVENTS, _MOST_TEXT = 2000, 2000  # events in the table, and characters of one
 
 
 def run_page(run: RunData) -> str:
@@ -89,15 +90,22 @@ def _settings(run: RunData) -> str:
 
 def _journal(run: RunData) -> str:
     rows = [
-        (clock(event["time"]), f"{event['step']:,}", EVENTS.get(event["event"], event["event"]), _detail(event))
-        for event in run.events
+        (
+            clock(event["time"]),
+            f"{event['step']:,}",
+            EVENTS.get(event["event"], event["event"][:_MOST_TEXT]),
+            _detail(event),
+        )
+        for event in run.events[-_MOST_EVENTS:]
     ]
-    return folded(f"{len(rows)} events", table(("time", "step", "event", ""), rows))
+    count = len(run.events)
+    title = f"{count} events" if count <= _MOST_EVENTS else f"the newest {_MOST_EVENTS} of {count} events"
+    return folded(title, table(("time", "step", "event", ""), rows))
 
 
 def _detail(event: Mapping[str, Any]) -> str:
     hidden = ("time", "step", "event", "traceback", "batch_dependent")
-    return ", ".join(f"{name} {value}" for name, value in event.items() if name not in hidden)
+    return ", ".join(f"{name} {value}" for name, value in event.items() if name not in hidden)[:_MOST_TEXT]
 
 
 def clock(seconds: float) -> str:

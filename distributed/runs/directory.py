@@ -19,14 +19,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from distributed.config.json_lines import JOURNAL, JOURNAL_MEMORY, Memory, json_lines
 from distributed.config.kinds import COUNT, SECONDS, TEXT, Kind, check_kinds, optional
-from distributed.config.reading import JOURNAL, LimitError, json_lines
+from distributed.config.reading import LimitError, open_regular
 from distributed.errors import ConfigError, ResourceError
 from distributed.runs.failures import last_failure_of
 from distributed.runs.processes import is_running
 
 _PROBE_BYTES = 64 * 1024  # more than the text files of a run need before the first checkpoint
 _LOCK = ".lock"
+_LOCK_BYTES = 4096  # more than the text in a lock file
 _PART = ".part"  # file in the directory of a node other than node 0
 REMOTE = "remote.json"  # file with the address of the copy of the directory in object storage, if there is one
 JOB = "job"  # directory of the files for a scheduler, written before the run
@@ -148,8 +150,8 @@ class RunDirectory:
         if (self.path / _LOCK).exists():
             return ""
         try:
-            return (self.path / _PART).read_text(errors="replace").partition("\n")[0]
-        except OSError:
+            return _text_of(self.path / _PART).partition("\n")[0]
+        except (OSError, LimitError):
             return ""
 
     def part_holder(self) -> str:
@@ -236,8 +238,9 @@ class RunDirectory:
 
         Other lines are ignored, such as one that a killed writer left incomplete. Raises ConfigError if the file is beyond a limit.
         """
+        memory = Memory(JOURNAL_MEMORY)
         try:
-            return list(filter(_is_event, json_lines(self.events, JOURNAL, begin, end)))
+            return [memory.take(line) for line in json_lines(self.events, JOURNAL, begin, end) if _is_event(line)]
         except FileNotFoundError:
             return []
         except LimitError as error:
@@ -345,15 +348,21 @@ def _this_process() -> str:
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
+def _text_of(file: Path) -> str:
+    """Return the text of a lock file. Raises OSError if it cannot be opened, LimitError if it is not a regular file."""
+    with open_regular(file) as opened:
+        return opened.read(_LOCK_BYTES).decode(errors="replace")
+
+
 def _holder_of(file: Path) -> str:
     """Return the process that the last line of a lock file names, or "" if the file is missing or that process has released it.
 
     The release is only known for a process on this machine.
     """
     try:
-        text = file.read_text(errors="replace").strip().rpartition("\n")[2]
+        text = _text_of(file).strip().rpartition("\n")[2]
         inode = file.stat().st_ino
-    except OSError:
+    except (OSError, LimitError):
         return ""
     if not re.fullmatch(rf"process \d+ on {re.escape(socket.gethostname())}", text):
         return text

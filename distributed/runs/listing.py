@@ -100,6 +100,11 @@ def read_state_of(path: Path) -> RunState:
 
     Raises ConfigError if `path` is not a run directory, or has a file that no run can have written.
     """
+    return read_state_and_events(path)[0]
+
+
+def read_state_and_events(path: Path) -> tuple[RunState, list[dict[str, Any]]]:
+    """Return the state of the run in `path`, and the events from which it follows. Raises ConfigError like `read_state_of`."""
     if not _is_run(path) and not RunDirectory(path).part_of:
         what = "does not exist" if not path.exists() else "is not a run directory"
         holds_runs = path.is_dir() and any(map(_is_run, path.iterdir()))
@@ -119,7 +124,7 @@ def read_state_of(path: Path) -> RunState:
         holder = run.part_holder()
         result = _result_of_part(events, is_running=bool(holder) and not _other_host(holder)) | result
         restarts = int(result.get("restarts") or 0)
-    return RunState(
+    state = RunState(
         path=path, status=_status(result, holder), backend=str(result.get("backend") or ""), num_nodes=int(result.get("num_nodes") or 1),
         world_size=int(result.get("world_size") or 0), step=max(int(result.get("steps") or 0), int(last.get("step") or 0)),
         epoch=0 if part else _epoch_of(result, last),
@@ -128,6 +133,7 @@ def read_state_of(path: Path) -> RunState:
         began=began, changed=max([began, *_times(path)]), checkpoint=result.get("checkpoint"), error=result.get("error") or failed.get("cause"),
         restarts=restarts, host=_other_host(holder), part_of=part, ranks=_ranks_of(run) if part else (),
     )  # fmt: skip
+    return state, events
 
 
 def _epoch_of(result: Mapping[str, Any], last: Mapping[str, Any]) -> int:

@@ -17,7 +17,7 @@ from distributed.checkpoints.durable import replace_text
 from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror
 from distributed.checkpoints.objects import Objects, unusable
 from distributed.config.addresses import below, check_address, check_library, is_address
-from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
+from distributed.config.reading import MAX_RECORD_BYTES, parse_json, read_bytes
 from distributed.errors import BY_EXIT_CODE, ConfigError, DistributedError
 from distributed.runs.directory import REMOTE, RunDirectory
 
@@ -160,7 +160,7 @@ def _say(text: str) -> None:
 
 def _record(directory: Path) -> dict[str, Any]:
     try:
-        content = parse_json(read_bytes(directory / REMOTE, MAX_JSON_BYTES))
+        content = parse_json(read_bytes(directory / REMOTE, MAX_RECORD_BYTES))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -12,10 +13,13 @@ from typing import Any
 from distributed.checkpoints.durable import replace_text
 from distributed.config.kinds import COUNT, NUMBER, SECONDS, TEXT, check_kinds, list_of, object_of, optional
 from distributed.config.plan import BatchPlan, ProcessPlan
-from distributed.config.reading import MAX_JSON_BYTES, LimitError, parse_json, read_bytes
+from distributed.config.reading import MAX_RECORD_BYTES, LimitError, parse_json, read_bytes
 from distributed.errors import ConfigError, DistributedError
 from distributed.runs.directory import LEARNING_RATE, RunDirectory
 from distributed.state import TrainState, WorkerContext
+
+# What is kept of a result that would be too large to be read.
+_MOST_TEXT, _MOST_WARNINGS, _MOST_METRICS = 10_000, 10, 1000
 
 
 def was_interrupted(state: TrainState) -> bool:
@@ -137,7 +141,7 @@ def read_result(path: Path) -> dict[str, Any] | None:
     Raises ConfigError if the file is beyond a limit, or has a value that no run writes.
     """
     try:
-        content = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        content = parse_json(read_bytes(path, MAX_RECORD_BYTES))
     except LimitError as error:
         raise _wrong(path, error) from None
     except (OSError, ValueError):
@@ -173,8 +177,22 @@ def readable_result(path: Path) -> dict[str, Any] | None:
 
 
 def write_result(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path` atomically. If the disk is full, the file is not written, but the run goes on."""
-    replace_text(path, json.dumps(content, indent=1))
+    """Replace `path` atomically. If the disk is full, the file is not written, but the run goes on.
+
+    If `read_result` could not read the content because it is too large, long texts and further metrics are left out.
+    """
+    text = json.dumps(content, indent=1)
+    if len(text) > MAX_RECORD_BYTES:
+        text = json.dumps({name: _shortened(value) for name, value in content.items()}, indent=1)
+    replace_text(path, text)
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_TEXT else f"{value[:_MOST_TEXT]}..."
+    if isinstance(value, Mapping):
+        return dict(itertools.islice(value.items(), _MOST_METRICS))
+    return [_shortened(each) for each in value[-_MOST_WARNINGS:]] if isinstance(value, list) else value
 
 
 def one_line(error: BaseException) -> str:

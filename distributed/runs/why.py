@@ -20,7 +20,7 @@ from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.runs.failures import FAILURES, STARTS, failures_of
 from distributed.runs.fixes import STANDING_STILL, fix_of
-from distributed.runs.listing import RunState, read_state_of
+from distributed.runs.listing import RunState, read_state_and_events
 from distributed.runs.log_tail import last_line, tail
 from distributed.runs.recorded import read_recorded
 
@@ -104,11 +104,9 @@ class Why:
 
 def read_why(path: Path) -> Why:
     """Return what became of the run in `path`. Raises ConfigError if that is no run, or has a file that no run can have written."""
-    state, run = read_state_of(path), RunDirectory(path)
-    try:
-        events = _this_launch(run, run.read_events())
-    except OSError as error:
-        raise ConfigError(f"{error.filename!r} cannot be read ({error.strerror}): check its permissions") from None
+    state, every = read_state_and_events(path)
+    run = RunDirectory(path)
+    events = _this_launch(run, every)
     failures = failures_of(events)
     silent_s, usual_s, limit_s = _silence(run, state, events)
     verdict = _verdict(state, events, silent_s > limit_s)

@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
+from distributed.config.json_lines import JOURNAL, JOURNAL_MEMORY, Memory, json_lines
 from distributed.config.kinds import COUNT, OBJECT, SECONDS, TEXT, check_kinds, optional
 from distributed.config.merging import Overrides, joined, split_sweep
-from distributed.config.reading import JOURNAL, MAX_YAML_BYTES, LimitError, json_lines, parse_yaml, read_bytes
+from distributed.config.reading import MAX_YAML_BYTES, LimitError, parse_yaml, read_bytes
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
 from distributed.state import EpochMetrics
@@ -150,7 +151,8 @@ class Sweep:
     def read(self) -> None:
         """Read the journal of an earlier process. Trials that did not end are marked as waiting."""
         try:
-            for line in json_lines(self.journal, JOURNAL):
+            memory = Memory(JOURNAL_MEMORY)
+            for line in map(memory.take, json_lines(self.journal, JOURNAL)):
                 # The last line may be cut off if its writer was killed, and users may have edited the file.
                 with contextlib.suppress(ValueError, KeyError):
                     check_kinds(line, _LINE)
@@ -175,8 +177,11 @@ class Sweep:
     def recall(self, space: Space) -> None:
         """Replace values that were read from JSON by the equal values of the space."""
         for record in self.all:
-            record.config = _recalled(record.config, space)
-            record.configs = [_recalled(config, space) for config in record.configs]
+            # Rows share their values unless a scheduler has changed them in between.
+            configs = {id(each): each for each in (record.config, *record.configs)}
+            recalled = {key: _recalled(each, space) for key, each in configs.items()}
+            record.config = recalled[id(record.config)]
+            record.configs = [recalled[id(config)] for config in record.configs]
 
     # ------------------------------------------------------------------ results
 

@@ -1,10 +1,14 @@
 """Files that somebody wrote to harm their reader. Run as a program, it reads each of them within a limit of memory.
 
+The files of `CASES` are to be refused. Those of `FULL` are just within the limits, so that they are read or refused.
 For each case it prints a line of JSON: the name, the kind of the error and its message, and the seconds of CPU time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import os
 import resource
@@ -29,7 +33,11 @@ from distributed.checkpoints.manifest import (
 from distributed.checkpoints.state_file import read_state, write_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.checkpoints.verifying import verify
+from distributed.cli.__main__ import main as command
+from distributed.config.json_lines import JOURNAL, MAX_LINE_BYTES
 from distributed.config.merging import read_config_file
+from distributed.config.reading import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_RECORD_BYTES, MAX_VALUES, MAX_WIDE_BYTES
+from distributed.errors import ConfigError
 from distributed.report.sweep import read_sweep
 from distributed.runs.directory import RunDirectory
 from distributed.runs.listing import read_state_of
@@ -37,6 +45,7 @@ from distributed.runs.recorded import read_recorded
 from distributed.runs.summary import read_result
 from distributed.state import TrainState
 from distributed.tuning.sweep import Sweep, open_sweep
+from tests.unit.report_files import write_run, write_sweep
 
 MEMORY_BYTES = 200 << 20
 Edit = Callable[[str], str]
@@ -186,7 +195,9 @@ def _journal(path: Path) -> None:
 DEEP = "[" * 1200 + "]" * 1200
 GROUPS = "[" + "[]," * 2_000_000 + "[]]"
 TENSORS = ",".join(f'"{i:x}":{{"dtype":"U8","shape":[0],"data_offsets":[0,0]}}' for i in range(400_000))
-MANY_BYTES, MANY_DIGESTS = ",".join(["1"] * 1_000_000), ",".join(['""'] * 1_000_000)
+MANY_BYTES, MANY_DIGESTS = ",".join(["1"] * 400_000), ",".join(['""'] * 400_000)
+NUMBERS = "[" + "0," * 2_000_000 + "0]"
+NOTES = ",".join(f'"{i:x}":""' for i in range(600_000))
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{after}: &{after} [{', '.join(f'*{before}' for _ in range(9))}]\n"
     for before, after in zip("abcdefgh", "bcdefghi", strict=True)
@@ -218,15 +229,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "manifest: versions of lists": (_in_manifest('"python": "3"', '"python": []'), "manifest.json has versions="),
     "manifest: files as a list": (_in_manifest('"files": {', '"files": [], "more": {'), "manifest.json has files=[]"),
     "manifest: no epoch": (_in_manifest('"epoch": 1', '"other": 1'), "manifest.json lacks epoch"),
-    "manifest: a million parts": (
+    "manifest: 400000 parts": (
         _in_manifest('"bytes": 136', f'"parts": {{"bytes": [{MANY_BYTES}], "xxh3_128": [{MANY_DIGESTS}]}}, "bytes": 136'),
-        "has 1000000 parts, 50000 are allowed",
+        "has 400000 parts, 50000 are allowed",
     ),
     "directories in each other": (_deep_directories, "more than 100 directories deep"),
     "state: 1e999": (_in_state('"step": 4', '"step": 1e999'), "state.json has the number 1e999"),
     "state: 400 digits": (_in_state('"train_time_s": 1.5', '"train_time_s": ' + "1" * 400), "state.json has a number of 400 digits"),
     "state: nested lists": (_in_state('"best": 0.5', f'"best": {DEEP}'), "more than 100 deep"),
     "state: two million lists": (_in_state('"best": 0.5', f'"best": {GROUPS}'), "lists and objects, 300000 are allowed"),
+    "state: two million numbers": (_in_state('"best": 0.5', f'"best": {NUMBERS}'), "values and names, 1350000 are allowed"),
     "state: negative step": (_in_state('"step": 4', '"step": -4'), "has step=-4"),
     "state: cursor of 10^18": (_in_state('"samples_in_epoch": 8', f'"samples_in_epoch": {10**18}'), f"samples_in_epoch={10**18}"),
     "state: cursor beyond all samples": (
@@ -238,13 +250,14 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "state: callbacks as a list": (_in_state('"callbacks": {', '"callbacks": [1], "more": {'), "has callbacks=[1]"),
     "state: an unknown array": (_in_state('"best": 0.5', '"best": {"__array__": "0"}'), "state.json is not a training state"),
     "state: no backend": (_in_state('"backend": {', '"backend": [], "more": {'), "has backend=[]"),
-    "state: too large": (_written(STATE, 33 << 20, read_state), "bytes, 33554432 are allowed"),
+    "state: too large": (_written(STATE, 17 << 20, read_state), "bytes, 16777216 are allowed"),
     "header: one long text": (
         _header(b'{"__metadata__":{"a":"' + b"x" * 24_000_000 + b'"}}'), "x.safetensors"
     ),
     "header: nested lists": (_header(b"[" * 12_000_000), "x.safetensors"),
     "header: 400000 tensors": (_header(b"{" + TENSORS.encode() + b"}"), "x.safetensors"),
     "header: a million lists": (_header(b'{"a":[' + b"[]," * 4_000_000 + b"[]]}"), "x.safetensors"),
+    "header: 600000 notes": (_header(b'{"__metadata__":{' + NOTES.encode() + b"}}"), "more than 1000000 names and texts"),
     "header: a shape of 10^18": (
         _header(b'{"a":{"dtype":"F32","shape":[1000000000000000000],"data_offsets":[0,4]}}'), "x.safetensors"
     ),
@@ -282,9 +295,15 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "sweep.json: 400 digits": (_sweep_json(SWEEP % ("9" * 400, "1")), "has a number of 400 digits"),
     "sweep.json: nested lists": (_sweep_json(SWEEP % (DEEP, "1")), "more than 100 deep"),
     "sweep.json: two million lists": (_sweep_json(SWEEP % (GROUPS, "1")), "lists and objects, 300000 are allowed"),
+    "sweep.json: two million numbers": (_sweep_json(SWEEP % (NUMBERS, "1")), "values and names, 1350000 are allowed"),
+    "sweep.json: 501 parameters": (
+        _sweep_json(SWEEP.replace('"lr"', ",".join(f'"{i}":0' for i in range(500)) + ', "lr"') % (1, 1)), "501 parameters, 500 are allowed"
+    ),
+    "sweep.json: a parameter of a long name": (_sweep_json(SWEEP.replace("lr", "x" * 201) % (1, 1)), "has 201 letters"),
+    "sweep.json: a long metric": (_sweep_json((SWEEP % (1, 1)).replace('"loss",', f'"{"x" * 5000}",')), "a text of up to 4096 letters"),
     "sweep.json: negative epochs": (_sweep_json((SWEEP % (1, 1)).replace('"id"', '"epochs": -1, "id"')), "epochs=-1"),
     "sweep.json: a trial that is a number": (_sweep_json('{"metric": "a", "mode": "min", "trials": [1]}'), "trials=[1]"),
-    "sweep.json: too large": (_written("sweep.json", 33 << 20, read_sweep), "bytes, 33554432 are allowed"),
+    "sweep.json: too large": (_written("sweep.json", 17 << 20, read_sweep), "bytes, 16777216 are allowed"),
     "trials.jsonl: too large": (_written("trials.jsonl", 33 << 20, _journal), "trials.jsonl' cannot be read"),
     "trials.jsonl: many objects": (_written("trials.jsonl", '{"trial": {}}\n' * 500_000, _journal), "300000 lists and objects"),
     "events.jsonl: too large": (_written("events.jsonl", 33 << 20, _events), "events.jsonl' has 34603008 bytes"),
@@ -297,14 +316,175 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "result.json: a text as a metric": (_result('{"best_metrics": {"loss": "x"}}'), "has best_metrics="),
     "result.json: nested lists": (_result(f'{{"a": {DEEP}}}'), "more than 100 deep"),
     "result.json: too large": (
-        _written("result.json", 33 << 20, lambda path: read_state_of(path)), "bytes, 33554432 are allowed"
+        _written("result.json", 2 << 20, lambda path: read_state_of(path)), "bytes, 1048576 are allowed"
     ),
 }  # fmt: skip
+
+
+# ------------------------------------------------------------------ files just within the limits
+
+
+def _count(text: str) -> int:
+    return sum(map(text.count, ",:[{"))
+
+
+def _items(item: str, num_bytes: int) -> str:
+    """Return a list of `num_bytes` bytes that repeats `item`, or a shorter one with as many values as a file may have."""
+    groups = item.count("[") + item.count("{")
+    most = (
+        num_bytes // (len(item) + 1),
+        MAX_VALUES // (_count(item) + 1),
+        MAX_CONTAINERS // groups if groups else MAX_VALUES,
+    )
+    return "[" + ",".join([item] * (min(most) - 100)) + "]"
+
+
+def _names(num_bytes: int) -> str:
+    return "{" + ",".join(f'"{number:x}":300' for number in range(min(num_bytes // 12, MAX_VALUES // 2 - 100))) + "}"
+
+
+def _letters(num_bytes: int) -> str:
+    return (
+        '"' + "x" * (num_bytes - 100) + '\\ud83d\\ude00"'
+    )  # one letter that needs four bytes, so that each of them takes four
+
+
+SHAPES: dict[str, Callable[[int], str]] = {
+    "numbers": lambda num_bytes: _items("300", num_bytes),
+    "texts": lambda num_bytes: _items('"\\u0101x"', num_bytes),
+    "lists": lambda num_bytes: _items("[]", num_bytes),
+    "objects": lambda num_bytes: _items('{"a":1}', num_bytes),
+    "names": _names,
+    "letters": _letters,
+    "wide letters": lambda num_bytes: f'"{"x" * (min(num_bytes, MAX_WIDE_BYTES) - 4000)}\U0001f600"',
+}
+
+
+def _in_a_process(act: Callable[[], object]) -> None:
+    """Call `act` in a process of its own, so that what it leaves in memory does not count here."""
+    if (pid := os.fork()) == 0:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        act()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def _command(*arguments: str | Path) -> None:
+    """Run a command. Raise ConfigError with its message if it fails."""
+    errors = io.StringIO()
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            command(list(map(str, arguments)))
+        except SystemExit as end:
+            if end.code:
+                raise ConfigError(errors.getvalue().strip()) from None
+
+
+def _full_state(shape: str, path: Path) -> None:
+    def edit(text: str) -> str:
+        return text.replace('"best": 0.5', f'"best": {SHAPES[shape](MAX_JSON_BYTES - 2000)}', 1)
+
+    _in_a_process(lambda: write_checkpoint(path / "step-00000004", state=edit))
+    read_state(path / "step-00000004")
+
+
+def _full_sweep(shape: str, path: Path) -> None:
+    def write() -> None:
+        content = SHAPES[shape](MAX_JSON_BYTES - 200)
+        trial = TRIAL.replace('{"lr": %s}', content if shape == "names" else f'{{"lr": {content}}}') % 1
+        (path / "sweep.json").write_text(f'{{"metric": "loss", "mode": "min", "trials": [{trial}, {TRIAL % (1, 1)}]}}')
+
+    _in_a_process(write)
+    _command("report", path)
+
+
+def _full_result(shape: str, path: Path) -> None:
+    name = "best_metrics" if shape == "names" else "error"
+    text = f'{{"status": "failed", "{name}": {SHAPES[shape](MAX_RECORD_BYTES - 200)}}}'
+    for each in ("a", "b"):
+        write_run(path / each, steps=100)
+        (path / each / "result.json").write_text(text)
+    _command("status", "--once", path / "a")
+    _command("compare", path / "a", path / "b")
+
+
+def _write_lines(file: Path, begin: str, shape: str, end: str, num_bytes: int) -> None:
+    line = begin + SHAPES[shape](MAX_LINE_BYTES - 200) + end
+    with file.open("w") as opened:
+        for _ in range(num_bytes // len(line)):
+            opened.write(line)
+
+
+def _full_events(shape: str, path: Path) -> None:
+    run, begin = write_run(path / "run", steps=100), '{"event": "started", "time": 1, "a": '
+    _in_a_process(lambda: _write_lines(run / "events.jsonl", begin, shape, "}\n", JOURNAL[0]))
+    _command("why", run)
+
+
+def _failed_saves(path: Path) -> None:
+    run, cause = write_run(path / "run", steps=100), f"{'x' * 3500}\\ud83d\\ude00"
+    line = f'{{"event": "save_failed", "time": 1, "checkpoint": "a", "cause": "{cause}"}}\n'
+    (run / "events.jsonl").write_text(line * ((90 << 20) // (4 * len(cause))))
+    _command("why", run)
+
+
+def _full_journal(shape: str, path: Path) -> None:
+    begin = '{"trial": 0, "event": "row", "time": 1, "row": {"a": '
+    _in_a_process(lambda: _write_lines(path / "trials.jsonl", begin, shape, "}}\n", JOURNAL[0]))
+    _journal(path)
+
+
+def _one_configuration(path: Path) -> None:
+    """A sweep whose one trial has a configuration of many values and many rows, each of which refers to it."""
+    config = _names(MAX_LINE_BYTES - 200)
+    started = f'{{"trial": 0, "event": "started", "time": 1, "config": {config}}}\n'
+    (path / "trials.jsonl").write_text(started + '{"trial": 0, "event": "row", "time": 1, "row": {}}\n' * 1000)
+    sweep = Sweep(path, "loss", "min")
+    sweep.read()
+    sweep.recall({})
+
+
+def _metrics(name: str, begin: str, path: Path) -> None:
+    run = write_run(path / "run", steps=100)
+    _in_a_process(lambda: _write_lines(run / name, begin, "texts", "}\n", 40 << 20))
+    _command("report", run)
+
+
+def _locks(path: Path) -> None:
+    run = write_run(path / "run", steps=100)
+    for name in (".lock", ".part"):
+        _written(name, 1 << 30, lambda path: None)(run)
+    _command("status", "--once", run)
+
+
+_ROW = '{"step": 1, "epoch": 1, "time": 1, "a": '
+_MEDIUM = '{"path": "a", "name": "a", "kind": "text", "step": 1, "time": 1, "a": '
+# Name -> function that writes and reads the file in an empty directory. It may refuse the file.
+FULL: dict[str, Callable[[Path], Any]] = {
+    **{f"state of {shape}": functools.partial(_full_state, shape) for shape in SHAPES},
+    **{f"sweep of {shape}": functools.partial(_full_sweep, shape) for shape in ("texts", "names", "letters")},
+    **{f"result of {shape}": functools.partial(_full_result, shape) for shape in ("names", "letters")},
+    **{f"events of {shape}": functools.partial(_full_events, shape) for shape in ("texts", "names", "letters")},
+    **{f"trials of {shape}": functools.partial(_full_journal, shape) for shape in ("numbers", "names")},
+    "events of failed saves": _failed_saves,
+    "trials of one configuration": _one_configuration,
+    "metrics of texts": functools.partial(_metrics, "metrics.jsonl", _ROW),
+    "media of texts": functools.partial(_metrics, "media.jsonl", _MEDIUM),
+    "locks": _locks,
+}
 
 
 def _allow(num_bytes: int) -> None:
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, resource.RLIM_INFINITY))
+
+
+def _print_line(name: str, read: Callable[[Path], Any], directory: Path) -> None:
+    print(json.dumps(_line_of(name, read, directory)), flush=True)
 
 
 def _line_of(name: str, read: Callable[[Path], Any], directory: Path) -> dict[str, Any]:
@@ -330,9 +510,13 @@ def main() -> None:
         verify(write_checkpoint(Path(place) / "first" / "step-00000004"))
         read_raw(Path(place) / "first" / "step-00000004" / "model" / "model.safetensors")
         read_state(Path(place) / "first" / "step-00000004")
-        for number, (name, (read, _)) in enumerate(CASES.items()):
+        _command("report", write_sweep(Path(place) / "sweep", trials=2))
+        for verb in ("why", "report"):
+            _command(verb, write_run(Path(place) / verb, steps=100))
+        readers = {name: read for name, (read, _) in CASES.items()} | FULL
+        for number, (name, read) in enumerate(readers.items()):
             (directory := Path(place) / str(number)).mkdir()
-            print(json.dumps(_line_of(name, read, directory)), flush=True)
+            _in_a_process(functools.partial(_print_line, name, read, directory))
 
 
 if __name__ == "__main__":

@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
+from distributed.checkpoints.state_file import write_state
 from distributed.cli.__main__ import main
-from distributed.config.reading import parse_json, parse_yaml
+from distributed.config.json_lines import JOURNAL_MEMORY, METRICS_MEMORY, Memory
+from distributed.config.reading import LimitError, parse_json, parse_yaml
+from distributed.errors import TrainingError
 from distributed.loggers.console import Display
 from distributed.loggers.wording import shown
-from tests.unit.hostile_files import CASES, write_checkpoint
+from distributed.runs.summary import read_result, write_result
+from distributed.state import TrainState
+from tests.unit.hostile_files import CASES, FULL, write_checkpoint
 from tests.unit.report_files import BEGAN, write_lines, write_run, write_sweep
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
@@ -42,12 +47,54 @@ def test_a_hostile_file_is_one_line_within_two_seconds_and_200_mib(found: dict[s
     assert len(line["message"]) < 1000 and line["cpu_s"] < 2
 
 
+@pytest.mark.parametrize("name", FULL)
+def test_a_file_just_within_the_limits_takes_two_seconds_and_200_mib_at_most(found: dict[str, Any], name: str) -> None:
+    line = found[name]
+    assert line["kind"] in ("NoneType", "CheckpointError", "ConfigError"), line["trace"]
+    assert "\n" not in line["message"] and line["cpu_s"] < 2
+
+
 def test_what_is_within_the_limits_is_read() -> None:
     deep = "[" * 100 + "]" * 100
     assert parse_json(deep) == parse_yaml(deep.encode())
     assert parse_json("9" * 300) == parse_yaml(b"9" * 300) == int("9" * 300)
     assert parse_json("[1e308, NaN]")[0] == parse_yaml(b"1.0e+308") == 1e308
     assert parse_yaml(b"a: &a [1, 2]\nb: *a\nc: {<<: {d: 1:4}}") == {"a": [1, 2], "b": [1, 2], "c": {"d": "1:4"}}
+
+
+def test_long_runs_and_sweeps_are_within_the_limits_of_memory() -> None:
+    """Each limit allows a million log lines, or 250,000 events or rows, of which a thousandth is taken here."""
+    event = {"time": 0.5, "event": "checkpoint_saved", "step": 1000, "checkpoint": "step-00001000"}
+    row = {"trial": 1, "event": "row", "time": 0.5, "row": {"epoch": 10, **{f"metric_{i}": i + 0.5 for i in range(8)}}}
+    logged = {"step": 1000, "epoch": 10, "time": 0.5, **{f"metric_{i}": i + 0.5 for i in range(12)}}
+    times = {"step": 1000, "time": 0.5, **{f"part_{i}_s": i + 0.5 for i in range(6)}}
+    for limit, lines in (
+        (JOURNAL_MEMORY, [event] * 250),
+        (JOURNAL_MEMORY, [row] * 100),
+        (METRICS_MEMORY, [logged, times] * 1000),
+    ):
+        memory = Memory(limit // 1000 + 5000)  # names are stored once
+        taken = [memory.take(json.loads(json.dumps(line))) for line in lines]
+        assert taken == lines and next(iter(taken[0])) is next(iter(taken[-1]))
+        with pytest.raises(LimitError, match="take more than"):
+            memory.take(lines)
+
+
+def test_a_result_that_could_not_be_read_is_written_shorter(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "result.json", {f"metric_{i}": 0.5 for i in range(50_000)}
+    result = {"status": "failed", "error": "x" * 2_000_000, "warnings": ["y" * 200_000] * 20, "best_metrics": metrics}
+    write_result(path, result)
+    found = read_result(path)
+    assert found is not None and found["status"] == "failed" and found["error"] == "x" * 10_000 + "..."
+    assert len(found["best_metrics"]) == 1000 and len(found["warnings"]) == 10
+    write_result(path, {"status": "failed", "error": "x" * 20_000})
+    assert read_result(path) == {"status": "failed", "error": "x" * 20_000}
+
+
+def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"has 1\d+ values and names, 1350000 are allowed"):
+        write_state(tmp_path, TrainState(callbacks={"Mine": {"seen": [0] * 1_400_000}}), {})
+    assert not list(tmp_path.iterdir())
 
 
 def command(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:

@@ -220,6 +220,49 @@ def test_a_running_and_a_killed_run_are_shown_as_they_are(tmp_path):
     assert ">unknown<" in text and "no config.yaml" in text
 
 
+def test_a_part_of_too_many_metrics_events_and_marks_is_drawn(tmp_path):
+    lost = [{"time": BEGAN + each, "event": "node_lost", "node": f"n{each % 300}"} for each in range(3000)]
+    run = write_run(tmp_path / "run", steps=100, events=lost)
+    row = {"step": 1, "epoch": 1, "time": BEGAN, **{f"metric_{each}": 0.5 for each in range(250)}}
+    write_lines(run / "metrics.jsonl", [row])
+    panels = run_panels([read_run(run)])
+
+    metrics = [each for each in panels if each.title.startswith("Metric ")]
+    assert len(metrics) == 200 and metrics[-1].caption == "50 more metrics are not drawn" and not metrics[0].caption
+    assert 100 < len(metrics[0].marks) <= 200
+    events = panel(panels, "Events")
+    assert (
+        len(events.lines) == 200 and events.caption == "102 more kinds are not drawn"
+    )  # with `started` and `checkpoint`
+    text = report_text([run])
+    assert "the newest 2000 of 3006 events" in text and text.count("<td>node lost</td>") == 2000
+
+
+def test_a_report_has_no_more_than_16_mb_of_images(tmp_path):
+    run = write_run(tmp_path / "run", steps=100)
+    (run / "media").mkdir()
+    medium = {"kind": "image", "step": 1, "time": BEGAN, "epoch": 0}
+    names = [f"{each}.png" for each in range(10)]
+    for name in names:
+        (run / "media" / name).write_bytes(bytes(1_900_000))
+    write_lines(
+        run / "media.jsonl", [{**medium, "name": name, "path": f"media/{name}"} for name in [*names, "x" * 300]]
+    )
+    text = report_text([run])
+
+    assert text.count('src="data:image/png;base64,') == 6 and text.count("the page would become too large") == 4
+    assert "cannot be read (File name too long)" in text
+
+
+def test_a_line_of_times_without_ranks_is_left_out_of_their_comparison(tmp_path):
+    runs = [write_run(tmp_path / name, steps=100) for name in "ab"]
+    with (runs[0] / "times.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 110, "time": BEGAN + 5}) + "\n")
+
+    first, second = panel(run_panels([read_run(run) for run in runs]), "Slowest rank").lines
+    assert first.data["step"] == second.data["step"] == list(range(10, 101, 10))
+
+
 # ------------------------------------------------------------------ several runs
 
 
@@ -305,6 +348,20 @@ def test_few_trials_have_no_importance_and_say_so(tmp_path):
     panels = sweep_panels(read_sweep(write_sweep(tmp_path / "sweep", trials=3)))
 
     assert panel(panels, "Importance of the parameters").caption == "needs 8 finished trials, and there are 3"
+
+
+def test_parameters_that_a_forest_cannot_rank_in_time_are_not_ranked(tmp_path):
+    path = write_sweep(tmp_path / "sweep", trials=10)
+    content = json.loads((path / "sweep.json").read_text())
+    for number, trial in enumerate(content["trials"]):
+        trial["config"] |= {f"other_{each}": number for each in range(60)} | {"text": f"{number}{'x' * 5000}"}
+        trial["run_dir"] = "x" * 300  # which no directory can have as its name
+    (path / "sweep.json").write_text(json.dumps(content))
+    sweep = read_sweep(path)
+
+    importance = panel(sweep_panels(sweep), "Importance of the parameters")
+    assert importance.caption == "needs 50 parameters or fewer, and there are 65"
+    assert {len(trial.config["text"]) for trial in sweep.trials} == {1000}
 
 
 def test_a_sweep_of_a_maximum_has_its_largest_first(tmp_path):

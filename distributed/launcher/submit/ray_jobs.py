@@ -21,7 +21,7 @@ from typing import Any
 
 from distributed.config.kinds import TEXT, check_kinds
 from distributed.config.libraries import is_installed
-from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
+from distributed.config.reading import MAX_RECORD_BYTES, parse_json, read_bytes
 from distributed.config.registry import backend_entry
 from distributed.errors import ConfigError, ResourceError
 from distributed.launcher.submit.job import BatchJob, reading
@@ -173,7 +173,7 @@ def written(run_dir: Path) -> dict[str, str]:
     """
     path = run_dir / JOB / FILE
     with reading(path):
-        content = parse_json(read_bytes(path, MAX_JSON_BYTES))
+        content = parse_json(read_bytes(path, MAX_RECORD_BYTES))
         check_kinds(content, dict.fromkeys(_WRITTEN, TEXT))
         if missing := [name for name in _WRITTEN if name not in content]:
             raise ValueError(f"lacks {missing[0]!r}")

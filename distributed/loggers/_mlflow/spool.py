@@ -15,7 +15,7 @@ from typing import Any
 
 from distributed.checkpoints.durable import replace_text
 from distributed.config.kinds import COUNT, FLAG, TEXT, check_kinds, object_of, optional
-from distributed.config.reading import MAX_JSON_BYTES, parse_json, read_bytes
+from distributed.config.reading import MAX_RECORD_BYTES, parse_json, read_bytes
 from distributed.loggers._mlflow.tracking_uri import (
     default_uri,
     has_open_run,
@@ -56,7 +56,7 @@ class RunRecord:
     def read(cls, run_dir: Path) -> RunRecord | None:
         """Return the record of a run directory, or None if it is missing or cannot be read."""
         try:
-            content = parse_json(read_bytes(run_dir / RECORD, MAX_JSON_BYTES))
+            content = parse_json(read_bytes(run_dir / RECORD, MAX_RECORD_BYTES))
             check_kinds(content, _KINDS)
             return cls(**{name: value for name, value in content.items() if name in _KINDS})
         except (OSError, ValueError):

@@ -1,0 +1,104 @@
+"""Read JSON Lines files that somebody else may have written, within limits; single JSON and YAML files belong to `reading`."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from distributed.config.reading import MAX_CONTAINERS, LimitError, num_containers, open_regular, parsed
+
+MAX_LINE_BYTES = 1 << 20  # a longer line is left out
+JOURNAL = (32 << 20, MAX_CONTAINERS)  # bytes, lists and objects of a file
+METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
+JOURNAL_MEMORY = 96 << 20  # bytes of memory that the lines of a journal may take, which is enough for 250,000 events
+METRICS_MEMORY = (
+    3 << 29
+)  # the same for the log lines of a run, which is enough for 1,000,000 of 12 numbers, and their times
+_ENTRY_BYTES = 100  # of a dict, for a name that is stored once
+
+
+def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
+    """Yield the value of each line of a JSON Lines file, from byte `begin` to `end`.
+
+    Lines that are not JSON, such as one that a killed writer left incomplete, and lines beyond a limit are left out.
+
+    Args:
+        path: the file.
+        most: the largest number of bytes, and of lists and objects: `JOURNAL` or `METRICS`.
+        begin: the byte at which the first line begins.
+        end: the byte at which the last line ends, or None for the end of the file.
+
+    Raises:
+        OSError: the file cannot be opened.
+        LimitError: the file is not a regular one, or is larger than `most`.
+    """
+    most_bytes, most_containers = most
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        left = (size if end is None else min(end, size)) - begin
+        if left > most_bytes:
+            raise LimitError(f"has {left} bytes, {most_bytes} are allowed")
+        file.seek(begin)
+        if sum(map(num_containers, _chunks(file, left))) > most_containers:
+            raise LimitError(f"has more than {most_containers} lists and objects")
+        file.seek(begin)
+        while left > 0 and (line := file.readline(left)):
+            left -= len(line)
+            try:
+                value = parsed(line, errors="replace") if len(line) <= MAX_LINE_BYTES else None
+            except ValueError:
+                continue
+            if value is not None:
+                yield value
+
+
+def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """Yield the next `size` bytes of a file, or those that it has."""
+    while size > 0 and (chunk := file.read(min(size, 1 << 20))):
+        size -= len(chunk)
+        yield chunk
+
+
+class Memory:
+    """The memory that values of JSON may take together.
+
+    Args:
+        num_bytes: the limit.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._limit = self._left = num_bytes
+        self._names: dict[str, str] = {}
+
+    @property
+    def num_names(self) -> int:
+        """Return the number of different names in the values."""
+        return len(self._names)
+
+    def take(self, value: Any) -> Any:
+        """Return an equal value that shares its names with the values before it. Raises LimitError if all values take too much memory."""
+        taken = self._shared(value)
+        self._left -= sys.getsizeof(taken)
+        if self._left < 0:
+            raise LimitError(f"has lines that take more than {self._limit} bytes of memory")
+        return taken
+
+    def _shared(self, value: Any) -> Any:
+        """Return an equal value that shares its names, and count what is inside it."""
+        if isinstance(value, dict):
+            names, before = self._names, len(self._names)
+            value = {
+                names.setdefault(name, name): self._shared(inner) if isinstance(inner, (dict, list)) else inner
+                for name, inner in value.items()
+            }
+            self._left -= sum(map(sys.getsizeof, value.values()))
+            if new := len(names) - before:
+                self._left -= new * _ENTRY_BYTES + sum(map(sys.getsizeof, itertools.islice(reversed(names), new)))
+        elif isinstance(value, list):
+            value = [self._shared(inner) if isinstance(inner, (dict, list)) else inner for inner in value]
+            self._left -= sum(map(sys.getsizeof, value))
+        return value
