@@ -1,6 +1,6 @@
 """Measure saving and resuming against the disk, the memory and torch's own checkpoints, in one run.
 
-python benchmarks/checkpoint.py [--megabytes 1024] [--processes 1|2] [--backend single|pytorch-ddp|fsdp]
+python benchmarks/checkpoint.py [--megabytes 1024] [--width 1024] [--processes 1|2] [--backend single|pytorch-ddp|fsdp|deepspeed]
                                 [--device cpu|cuda] [--rounds 7]
 
 All contestants save or load the same state, the weights and the two moments of AdamW, in the same processes, in turns in a
@@ -38,6 +38,9 @@ Runs = list[dict[str, float]]
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--megabytes", type=float, default=1024, help="size of the state (default: %(default)s)")
+    parser.add_argument(
+        "--width", type=int, help="of the layers, whose weights are [width, width] (default: 1024, below 64 MB 128)"
+    )
     parser.add_argument("--processes", type=int, choices=(1, 2), default=1, help="(default: %(default)s)")
     parser.add_argument("--backend", choices=("single", "pytorch-ddp", "fsdp", "deepspeed"), default="single")
     parser.add_argument(
@@ -58,7 +61,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run all ranks until they end and return the measurements of rank 0."""
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, contextlib.ExitStack() as stack:
         out, port = Path(directory, "result.json"), free_port()
-        asked = [args.backend, args.device, str(args.megabytes), str(args.rounds)]
+        width = args.width or (1024 if args.megabytes >= 64 else 128)
+        asked = [args.backend, args.device, str(args.megabytes), str(width), str(args.rounds)]
         command = [sys.executable, str(HERE / "checkpoint_worker.py"), *asked, str(out)]
         ranks = []
         for rank in range(args.processes):

@@ -43,11 +43,10 @@ _PARTITION = "partition"
 class Contest:
     """The state of one rank, and the actions that are compared. All ranks call each action."""
 
-    def __init__(self, session: Session, megabytes: float, directory: Path) -> None:
+    def __init__(self, session: Session, megabytes: float, width: int, directory: Path) -> None:
         fits = session._fits
         assert fits is not None
         self.backend, self.context, self.directory = fits.backend, fits.context, directory
-        width = 1024 if megabytes >= 64 else 128
         layers = max(1, round(megabytes * 1e6 / (12 * width * (width + 1))))
         self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
         data = DataLoader(TensorDataset(torch.randn(8, width), torch.randn(8, width)), batch_size=4)
@@ -234,11 +233,11 @@ def turn(contest: Contest, action: Callable[[], Any]) -> dict[str, float]:
     return {"seconds": max(each[0] for each in found), "extra": max(each[1] for each in found)}
 
 
-def main(backend: str, device: str, megabytes: float, rounds: int, out: Path) -> None:
+def main(backend: str, device: str, megabytes: float, width: int, rounds: int, out: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     with Session(backend=backend, device=device, verbose=False, checkpoint_frequency=None) as session:
-        contest = Contest(session, megabytes, out.parent)
+        contest = Contest(session, megabytes, width, out.parent)
         for _ in session.epochs():
             for inputs, targets in contest.loader:
                 session.backward(nn.functional.mse_loss(contest.wrapped(inputs), targets))
@@ -264,4 +263,4 @@ def main(backend: str, device: str, megabytes: float, rounds: int, out: Path) ->
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), Path(sys.argv[5]))
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]))
