@@ -23,7 +23,7 @@ _FIRST, _NO_SPARE = bytes(_WORD_BYTES), bytes(16)
 _AT_ONCE = 32  # samples whose states are computed together, so that they stay in the cache
 
 
-class Memory(NamedTuple):
+class GeneratorMemory(NamedTuple):
     """The memory of the generators. Reading a state takes less than 0.5 us. Asking numpy for it takes 40 us, and `random` 9 us."""
 
     python_position: memoryview  # in the words
@@ -33,7 +33,7 @@ class Memory(NamedTuple):
     numpy_spare: memoryview  # a normal variate that is kept for the next call: has_gauss and gauss
 
 
-def memory() -> Memory | None:
+def memory() -> GeneratorMemory | None:
     """Return the memory of the generators, or None if it is not found."""
     return _find(_numpy.get_bit_generator())
 
@@ -105,12 +105,12 @@ class SampleStates:
 
 
 @functools.lru_cache(maxsize=4)
-def _find(bits: Any) -> Memory | None:
+def _find(bits: Any) -> GeneratorMemory | None:
     python_offset, gauss_offset = _python_offset(), _gauss_offset()
     if not isinstance(bits, numpy.random.MT19937) or python_offset < 0 or gauss_offset < 0:
         return None
     of_python, of_numpy = id(python) + python_offset, bits.ctypes.state_address
-    return Memory(
+    return GeneratorMemory(
         _at(of_python, _WORD_BYTES),
         _at(of_python + _WORD_BYTES, _BYTES),
         _at(of_numpy, _BYTES),

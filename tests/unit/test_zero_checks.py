@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,8 @@ torch = pytest.importorskip("torch")
 
 from distributed.backends._deepspeed.copying import DeepSpeedCopying  # noqa: E402
 from distributed.backends._deepspeed.engine import check  # noqa: E402
+from distributed.backends._deepspeed.held_slots import HeldSlots  # noqa: E402
+from distributed.checkpoints.shards import StoredTensor  # noqa: E402
 from distributed.errors import ConfigError  # noqa: E402
 
 
@@ -27,12 +30,26 @@ def test_a_parameter_without_elements(stage: int, is_trained: bool, is_refused: 
         check(model, optimizer, stage, allows_any=False)
 
 
-@pytest.mark.parametrize(("stage", "rank", "parts"), [(0, 0, 1), (0, 1, 0), (1, 0, 0.5), (1, 1, 0.5), (3, 1, 0.5)])
-def test_from_stage_1_on_each_of_two_ranks_copies_half_of_the_state(stage: int, rank: int, parts: float) -> None:
+def backend_of(stage: int, rank: int, held: HeldSlots | None = None) -> Any:
     model = torch.nn.Linear(30, 10)
-    backend = types.SimpleNamespace(
-        stage=stage, plain=model, optimizer=torch.optim.AdamW(model.parameters()), wrapper=types.SimpleNamespace(engine=None),
+    return types.SimpleNamespace(
+        stage=stage, plain=model, optimizer=torch.optim.AdamW(model.parameters()),
+        wrapper=types.SimpleNamespace(engine=None, held=held),
         context=types.SimpleNamespace(world_size=2, is_main_process=rank == 0),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("stage", "rank", "parts"), [(0, 0, 1), (0, 1, 0), (1, 0, 0.5), (1, 1, 0.5), (3, 1, 0.5)])
+def test_from_stage_1_on_each_of_two_ranks_copies_half_of_the_state(stage: int, rank: int, parts: float) -> None:
     whole = 3 * 4 * 310  # weights and two moments
-    assert DeepSpeedCopying(backend).num_bytes() == (parts * whole, parts * whole)
+    assert DeepSpeedCopying(backend_of(stage, rank)).num_bytes() == (parts * whole, parts * whole)
+
+
+def test_the_state_of_a_checkpoint_counts_before_the_engine_has_it() -> None:
+    held = HeldSlots(0, 2)
+    backend = backend_of(2, 0, held)
+    for parameter in backend.plain.parameters():
+        backend.optimizer.state[parameter]["step"] = torch.tensor(3.0)
+        for slot in ("exp_avg", "exp_avg_sq"):
+            held.add(parameter, slot, StoredTensor(slot, "F32", tuple(parameter.shape), ()), torch.float32)
+    assert DeepSpeedCopying(backend).num_bytes() == (3 * 4 * 310 / 2, 3 * 4 * 310 / 2)

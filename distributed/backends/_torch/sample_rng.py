@@ -11,12 +11,12 @@ import numpy
 import torch
 from torch import Tensor
 
-from distributed.backends.twisters import NUMPY, PYTHON, Memory, SampleStates, memory, python, seed_numpy
+from distributed.backends.twisters import NUMPY, PYTHON, GeneratorMemory, SampleStates, memory, python, seed_numpy
 
 __all__ = ["ALL", "NUMPY", "PYTHON", "TORCH"]
 TORCH = 1
 ALL = TORCH | PYTHON | NUMPY
-_PARTS_OF_PYTHON = 2  # of `Memory`, which begins with them
+_PARTS_OF_PYTHON = 2  # of `GeneratorMemory`, which begins with them
 
 
 class RandomState(NamedTuple):
@@ -130,7 +130,7 @@ class OwnStream:
         restore(self._outer)
 
 
-def _known_memory() -> Memory:
+def _known_memory() -> GeneratorMemory:
     """Return the memory of the generators, which was found when their states were saved."""
     found = memory()
     assert found is not None
