@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+E = TypeVar("E", bound=BaseException)
+
+
+def shown(text: str, keep: str = "") -> str:
+    """Return `text` with each control character except those in `keep` as its Python escape, such as `\\x1b`.
+
+    A terminal would obey such characters, and they may come from a file that somebody else wrote.
+    """
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
+
+
+def escaped(error: E) -> E:
+    """Return `error` after replacing the control characters in its texts, for a traceback that shows it as the cause of another error."""
+    error.args = tuple(shown(each, keep="\n\t") if isinstance(each, str) else each for each in error.args)
+    return error
 
 
 class DistributedError(Exception):
-    """Base of all errors that the caller can fix. The command line prints them without a traceback."""
+    """Base of all errors that the caller can fix. The command line prints them without a traceback.
+
+    In its message, control characters are shown as escapes.
+    """
 
     exit_code = 1
     is_echo = False  # repeats the error of another rank
+
+    def __str__(self) -> str:
+        return shown(super().__str__(), keep="\n\t")
 
 
 class ConfigError(DistributedError):

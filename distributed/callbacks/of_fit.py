@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed.callbacks.base import Callback, FitContext
 from distributed.callbacks.of_keras import KerasCallback
-from distributed.errors import CheckpointError
+from distributed.errors import CheckpointError, escaped
 
 if TYPE_CHECKING:
     from distributed.state import TrainState
@@ -53,7 +53,7 @@ def load_states(callbacks: Sequence[Callback], kept: Mapping[str, Any]) -> list[
             except (TypeError, KeyError, ValueError, AttributeError, IndexError) as error:
                 raise CheckpointError(
                     f"the checkpoint holds a state of {key} that does not fit it ({type(error).__name__}: {error})"
-                ) from error
+                ) from escaped(error)
     return [key for key in kept if key not in keyed]
 
 

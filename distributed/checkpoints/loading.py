@@ -21,7 +21,7 @@ from distributed.checkpoints.verifying import (
     verify_small_parts,
     verify_unread,
 )
-from distributed.errors import CheckpointError, DamagedError
+from distributed.errors import CheckpointError, DamagedError, escaped
 from distributed.state import TrainState
 
 
@@ -126,4 +126,4 @@ def _of_another_run(path: Path) -> Iterator[None]:
     except (TypeError, KeyError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {path}: its state does not fit this run ({type(error).__name__}: {error})"
-        ) from error
+        ) from escaped(error)

@@ -12,7 +12,7 @@ from distributed.checkpoints.manifest import MANIFEST, inspect, list_checkpoints
 from distributed.checkpoints.shards import StoredTensor, read_files, weights_in
 from distributed.checkpoints.tensor_file import check_header
 from distributed.config.addresses import address_in
-from distributed.errors import CheckpointError, ConfigError
+from distributed.errors import CheckpointError, ConfigError, shown
 
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 _SHOWN = 3  # number of names that a message lists of each kind
@@ -54,11 +54,11 @@ class LoadedWeights:
         return not (self.missing or self.unexpected or self.other_shapes)
 
     def describe(self) -> str:
-        """Return the mismatches in one line: the number and the first names of each kind."""
+        """Return the mismatches in one line: the number and the first names of each kind. Control characters are shown as escapes."""
         shapes = [f"{name} is {there} there, {here} here" for name, (there, here) in self.other_shapes.items()]
         kinds = {"missing keys": self.missing, "unexpected keys": self.unexpected, "other shapes:": shapes}
         parts = [f"{what} {_first(names)}" for what, names in kinds.items() if names]
-        return "; ".join([*parts, *(["it has the trainable parameters only"] if self.is_trainable_only else [])])
+        return shown("; ".join([*parts, *(["it has the trainable parameters only"] if self.is_trainable_only else [])]))
 
 
 def _first(names: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from distributed.errors import ConfigError, DistributedError, nearest
-from distributed.loggers.wording import shown
 from distributed.runs.processes import leave
 
 # Section of `--help` -> verb -> (module, name of its typer app or command function, description)
@@ -49,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         code = run(arguments)
     except DistributedError as error:
-        sys.stderr.write(shown(f"error: {error}\n", keep="\n\t"))
+        sys.stderr.write(f"error: {error}\n")
         code = error.exit_code
     except ModuleNotFoundError as error:
         if (missing := (error.name or "").partition(".")[0]) not in _REQUIRED:

@@ -17,8 +17,7 @@ from distributed.checkpoints.verifying import verify
 from distributed.cli.export import copied, export, given_address
 from distributed.cli.run_argument import run_path
 from distributed.cli.typer_help import Command, Group
-from distributed.errors import CheckpointError
-from distributed.loggers.wording import shown
+from distributed.errors import CheckpointError, shown
 
 app = typer.Typer(add_completion=False, cls=Group)
 

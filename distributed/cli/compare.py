@@ -12,8 +12,8 @@ import typer
 
 from distributed.cli.run_argument import run_paths
 from distributed.config.addresses import refuse_address
-from distributed.errors import ConfigError, nearest
-from distributed.loggers.wording import middle_cut, number, shown
+from distributed.errors import ConfigError, nearest, shown
+from distributed.loggers.wording import middle_cut, number
 from distributed.metrics.direction import is_larger_better
 from distributed.report.figures import differences, figures, metrics_of, value_text
 from distributed.report.panels import mean_times

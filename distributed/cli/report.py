@@ -9,8 +9,7 @@ import typer
 
 from distributed.cli.run_argument import run_paths
 from distributed.config.addresses import refuse_address
-from distributed.errors import ConfigError
-from distributed.loggers.wording import shown
+from distributed.errors import ConfigError, shown
 
 
 def report(

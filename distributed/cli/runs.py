@@ -19,8 +19,8 @@ from distributed.cli.run_argument import run_path
 from distributed.config.addresses import refuse_address
 from distributed.config.kinds import COUNT, SECONDS, check_kinds, optional
 from distributed.config.reading import open_regular, parse_json
-from distributed.errors import ConfigError
-from distributed.loggers.wording import duration, epoch_line, middle_cut, number, progress_parts, shown
+from distributed.errors import ConfigError, shown
+from distributed.loggers.wording import duration, epoch_line, middle_cut, number, progress_parts
 from distributed.runs.deleting import check_deletable, delete_run, kept_elsewhere, size_of
 from distributed.runs.directory import RunDirectory
 from distributed.runs.listing import UNREADABLE, RunState, list_runs, read_state_of

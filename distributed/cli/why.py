@@ -13,7 +13,8 @@ import typer
 
 from distributed.cli.run_argument import run_path
 from distributed.config.addresses import refuse_address
-from distributed.loggers.wording import duration, shown
+from distributed.errors import shown
+from distributed.loggers.wording import duration
 from distributed.runs.why import STANDING, Problem, Why, read_why
 
 _WIDTH = 80

@@ -15,7 +15,6 @@ from distributed.errors import ConfigError, DistributedError, nearest
 from distributed.launching.environments.registry import worker_environment
 from distributed.launching.environments.torchrun import pass_over_stale_rank
 from distributed.launching.subprocess_launch import start_launcher
-from distributed.loggers.wording import shown
 
 # names of LaunchConfig that differ from those of the settings
 _SETTINGS = {"nnodes": "num_nodes", "backend": "communication_backend"}
@@ -168,7 +167,7 @@ def main(arguments: Sequence[str]) -> int:
         overrides, words = _overrides(config, script, script_args), flags_of(script, config.settings())
         return start(overrides, run_dir=config.run_dir, resume=False, dry_run=False, words=words)
     except DistributedError as error:
-        sys.stderr.write(shown(f"error: {error}\n", keep="\n\t"))
+        sys.stderr.write(f"error: {error}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 130

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from distributed.errors import shown
 from distributed.loggers.notebook import CellBar, in_notebook
-from distributed.loggers.wording import GAP, bar_line, epoch_line, progress_parts, shown
+from distributed.loggers.wording import GAP, bar_line, epoch_line, progress_parts
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -1,4 +1,4 @@
-"""Put the progress of a run into words: numbers, durations, a line that fits into a given width, text without control characters."""
+"""Put the progress of a run into words: numbers, durations, a line that fits into a given width."""
 
 from __future__ import annotations
 
@@ -60,16 +60,6 @@ def duration(seconds: float) -> str:
     if total < 3600:
         return f"{total // 60} min {total % 60:02d} s"
     return f"{total // 3600} h {total % 3600 // 60:02d} min"
-
-
-def shown(text: str, keep: str = "") -> str:
-    """Return `text` with each control character except those in `keep` as its Python escape, such as `\\x1b`.
-
-    A terminal would obey such characters, and they may come from a file that somebody else wrote.
-    """
-    if text.isprintable():
-        return text
-    return "".join(each if each.isprintable() or each in keep else ascii(each)[1:-1] for each in text)
 
 
 def middle_cut(text: str, width: int) -> str:

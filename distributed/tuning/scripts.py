@@ -22,13 +22,12 @@ from distributed.config.merging import Overrides, merge, split_sweep
 from distributed.config.plan import plan_processes
 from distributed.config.reading import parse_yaml
 from distributed.config.settings import DistributedConfig
-from distributed.errors import ConfigError, DistributedError
+from distributed.errors import ConfigError, DistributedError, shown
 from distributed.launcher.start import launch_request
 from distributed.launching.script import check_script
 from distributed.launching.stopping import Signals
 from distributed.launching.subreaper import Subreaper
 from distributed.loggers.registry import check_directories, check_libraries
-from distributed.loggers.wording import shown
 from distributed.runs.directory import choose_run_dir
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.state import OnEvent

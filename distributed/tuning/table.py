@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from distributed.loggers.wording import duration, number, shown
+from distributed.errors import shown
+from distributed.loggers.wording import duration, number
 from distributed.tuning.sweep import Sweep, TrialRecord
 
 _GAP = "  "

@@ -869,6 +869,14 @@ def test_a_state_that_does_not_fit_the_run_is_refused(tmp_path: Path, monkeypatc
     with pytest.raises(CheckpointError, match=r"its state does not fit this run \(KeyError: 'world_size'\)"):
         one.store.resume(path)
 
+    def load(directory: Path, state: Mapping[str, Any]) -> None:
+        raise ValueError("name \x1b[2J")
+
+    monkeypatch.setattr(one.backend, "load", load)
+    with pytest.raises(CheckpointError) as found:
+        one.store.resume(path)
+    assert str(found.value.__cause__) == r"name \x1b[2J"
+
 
 def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     deep: list[Any] = []

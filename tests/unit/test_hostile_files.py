@@ -15,9 +15,8 @@ from distributed.checkpoints.state_file import write_state
 from distributed.cli.__main__ import main
 from distributed.config.json_lines import JOURNAL_MEMORY, METRICS_MEMORY, Memory
 from distributed.config.reading import LimitError, parse_json, parse_yaml
-from distributed.errors import TrainingError
+from distributed.errors import TrainingError, shown
 from distributed.loggers.console import Display
-from distributed.loggers.wording import shown
 from distributed.runs.summary import read_result, write_result
 from distributed.state import TrainState
 from tests.unit.hostile_files import CASES, FULL, write_checkpoint
@@ -145,6 +144,21 @@ def test_no_command_obeys_the_escape_sequences_of_a_checkpoint(
     (path / f"a{ESCAPE}").touch()
     assert r"\x1b[2J" in command(capsys, "checkpoint", "list", tmp_path)
     assert r"\x1b[2J" in command(capsys, "checkpoint", "verify", path)
+
+
+def test_no_error_in_a_plain_script_obeys_the_escape_sequences_of_a_checkpoint(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    ended = subprocess.run(
+        [sys.executable, root / "tests" / "unit" / "hostile_script.py"], cwd=tmp_path, env=environment, capture_output=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    out, err = ended.stdout.decode(), ended.stderr.decode()
+    assert ended.returncode == 1 and err.count("distributed.errors.CheckpointError: ") == 13, err
+    assert (out + err).replace("\n", "").isprintable(), [
+        repr(line) for line in (out + err).splitlines() if not line.isprintable()
+    ]
+    assert err.count(r"\x1b[2J") >= 14 and out.count(r"\x1b[2J") >= 2  # the cause of an error is shown too
 
 
 def test_the_display_shows_names_of_metrics_and_messages_escaped(capsys: pytest.CaptureFixture[str]) -> None:
