@@ -20,7 +20,7 @@ def shown(text: str, keep: str = "") -> str:
 
 
 def escaped(error: E) -> E:
-    """Return `error` after replacing the control characters in its texts, for a traceback that shows it as the cause of another error."""
+    """Return `error` after replacing the control characters in its arguments, for a traceback that shows it as the cause of another error."""
     error.args = tuple(shown(each, keep="\n\t") if isinstance(each, str) else each for each in error.args)
     return error
 

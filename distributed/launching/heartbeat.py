@@ -112,7 +112,12 @@ class Spent:
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> Spent:
-        """Return the times whose fields are `values`, from another node. Raises TypeError or ValueError if they cannot be times."""
+        """Return the times whose fields are `values`, from another node.
+
+        Raises TypeError, ValueError or OverflowError if they cannot be times.
+        """
+        if not isinstance(values, list | tuple):
+            raise TypeError("times are a list")
         fit, updates, data_s, training_s, waited_s, measured = map(float, values)
         if not all(0 <= each < math.inf for each in (fit, updates, data_s, training_s, waited_s, measured)):
             raise ValueError("times are finite and not negative")

@@ -149,7 +149,13 @@ class NodeServer:
         try:
             for message in messages:
                 self._take(connection, message)
-        except (KeyError, TypeError, AttributeError, ValueError):  # without a secret anyone can seal another message
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            ValueError,
+            OverflowError,
+        ):  # without a secret anyone can seal another message
             self._drop(connection)
 
     def _drop(self, connection: SealedConnection) -> None:

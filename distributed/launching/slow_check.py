@@ -38,7 +38,7 @@ class SlowCheck:
             ranks: the rank of each worker of this node that is checked, by its local rank.
             elsewhere: the times of the workers of the other nodes, by rank.
         """
-        found = self._watch.look({**self.spent(ranks), **elsewhere})
+        found = self._watch.look({**elsewhere, **self.spent(ranks)})
         if found is None or found.rank in self._named:
             return
         self._named.add(found.rank)

@@ -49,7 +49,8 @@ def _body(run_dir: Path, record: Record) -> str:
         if kind in ("text", "table"):
             with path.open(encoding="utf-8", errors="replace") as file:
                 text = file.read(_LETTERS_OF_TABLE)
-            return _table(text) if kind == "table" else f"<pre>{escape(text[:_LETTERS])}</pre>"
+                is_whole = not file.read(1)
+            return _table(text, is_whole=is_whole) if kind == "table" else f"<pre>{escape(text[:_LETTERS])}</pre>"
         if size > _LARGEST:
             return f'<p class="caption">{escape(path.name)} has {size / 1e6:.1f} MB: see RUN/media</p>'
         content = base64.b64encode(path.read_bytes()).decode()
@@ -60,14 +61,15 @@ def _body(run_dir: Path, record: Record) -> str:
     return f'<img alt="" src="data:image/png;base64,{content}">'
 
 
-def _table(text: str) -> str:
+def _table(text: str, *, is_whole: bool) -> str:
+    """Return a table in HTML. If `text` is only the beginning, its last row is left out, because it may be cut off."""
     try:
         head, *rows = csv.reader(io.StringIO(text))
     except (csv.Error, ValueError):  # a very long cell, or an empty file
         return f"<pre>{escape(text[:_LETTERS])}</pre>"
-    drawn = table(head, rows[:_ROWS])
-    return (
-        drawn
-        if len(rows) <= _ROWS
-        else drawn + folded(f"{len(rows) - _ROWS} more rows", table(head, rows[_ROWS : 20 * _ROWS]))
-    )
+    if not is_whole:
+        rows = rows[:-1]
+    drawn, count = table(head, rows[:_ROWS]), len(rows) - _ROWS
+    if count > 0:
+        drawn += folded(f"{count} more rows", table(head, rows[_ROWS : 20 * _ROWS]))
+    return drawn if is_whole else f'{drawn}<p class="caption">the table has further rows: see RUN/media</p>'

@@ -62,13 +62,13 @@ def test_what_is_within_the_limits_is_read() -> None:
 
 
 def test_long_runs_and_sweeps_are_within_the_limits_of_memory() -> None:
-    """Each limit allows a million log lines, or 250,000 events or rows, of which a thousandth is taken here."""
+    """Each limit allows a million log lines, or 230,000 events or rows, of which a thousandth is taken here."""
     event = {"time": 0.5, "event": "checkpoint_saved", "step": 1000, "checkpoint": "step-00001000"}
     row = {"trial": 1, "event": "row", "time": 0.5, "row": {"epoch": 10, **{f"metric_{i}": i + 0.5 for i in range(8)}}}
     logged = {"step": 1000, "epoch": 10, "time": 0.5, **{f"metric_{i}": i + 0.5 for i in range(12)}}
     times = {"step": 1000, "time": 0.5, **{f"part_{i}_s": i + 0.5 for i in range(6)}}
     for limit, lines in (
-        (JOURNAL_MEMORY, [event] * 250),
+        (JOURNAL_MEMORY, [event] * 230),
         (JOURNAL_MEMORY, [row] * 100),
         (METRICS_MEMORY, [logged, times] * 1000),
     ):

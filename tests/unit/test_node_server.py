@@ -152,8 +152,9 @@ def test_node_0_gets_the_times_of_the_workers_of_the_other_nodes(make: Callable[
 
 
 @pytest.mark.parametrize(
-    "bad", [[1, 2], [1, 2, 3, 4, 5, -1], [1, 2, "x", 4, 5, 6], [1, 2, float("nan"), 4, 5, 6], None]
-)
+    "bad",
+    [[1, 2], [1, 2, 3, 4, 5, -1], [1, 2, "x", 4, 5, 6], [1, 2, float("nan"), 4, 5, 6], [10**400, 2, 3, 4, 5, 6], "123456", None],
+)  # fmt: skip
 def test_times_that_cannot_be_break_the_connection_of_their_sender_alone(make: Callable[..., Nodes], bad: Any) -> None:
     nodes = make(2)
     one = nodes.connected(1)

@@ -254,6 +254,24 @@ def test_a_report_has_no_more_than_16_mb_of_images(tmp_path):
     assert "cannot be read (File name too long)" in text
 
 
+def test_a_long_table_is_cut_between_two_rows_and_says_so(tmp_path):
+    run = write_run(tmp_path / "run", steps=10)
+    (run / "media").mkdir()
+    medium = {"kind": "table", "step": 1, "time": BEGAN, "epoch": 0}
+    for name, letters in (("long", 2000), ("short", 20)):
+        rows = "".join(f"{number},{'x' * letters}\n" for number in range(60))
+        (run / "media" / f"{name}.csv").write_text("row,text\n" + rows)
+    write_lines(
+        run / "media.jsonl", [{**medium, "name": name, "path": f"media/{name}.csv"} for name in ("long", "short")]
+    )
+
+    long, short = report_text([run]).split("<figcaption>long at step 1")
+
+    assert "the table has further rows: see RUN/media" in long and "more rows" not in long
+    assert long.count("x" * 2000) == long.count("<td>xx") == 49  # of 100,000 letters
+    assert "further rows" not in short and "10 more rows" in short
+
+
 def test_a_line_of_times_without_ranks_is_left_out_of_their_comparison(tmp_path):
     runs = [write_run(tmp_path / name, steps=100) for name in "ab"]
     with (runs[0] / "times.jsonl").open("a") as file:
