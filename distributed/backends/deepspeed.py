@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -227,13 +227,6 @@ class DeepSpeedBackend(TorchBackend[DeepSpeedOptions]):
             with self.wrapper.whole_buffers():
                 engine.save_own_files(directory / "deepspeed", self.update.step)
         return extra
-
-    def load(self, directory: Path, state: Mapping[str, Any]) -> Callable[[], None]:
-        self.kind.held = self.wrapper.hold()
-        try:
-            return super().load(directory, state)
-        finally:
-            self.kind.held = None
 
     def export(self, path: Path) -> None:
         with self.wrapper.whole():

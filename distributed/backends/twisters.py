@@ -13,7 +13,7 @@ import numpy
 
 from distributed.data import sample_words
 
-python: Any = random.seed.__self__  # type: ignore[attr-defined] # the instance behind random.random() and friends
+python: Any = random._inst  # the instance behind random.random() and friends
 _numpy: Any = numpy.random  # numpy's stubs lack get_bit_generator
 PYTHON, NUMPY = 2, 4
 _WORDS = 624  # words of a Mersenne Twister

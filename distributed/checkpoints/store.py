@@ -131,10 +131,9 @@ class CheckpointStore:
         self._name: str | None = None
         self._num_begun = 0
         self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
-        self._found: Path | None = (
-            None  # the checkpoint that `find` has returned last, if `resume` verifies large tensors
-        )
-        self._opened: Path | None = None  # the same of `open`
+        # The checkpoint that `find` has returned last, and that of `open`, if `resume` has to verify large tensors of it.
+        self._found: Path | None = None
+        self._opened: Path | None = None
 
     def save(self, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> Path | None:
         """Commit a checkpoint of `state` and of the backend. Every rank must call it at the same step.

@@ -14,12 +14,9 @@ from distributed.config.reading import MAX_CONTAINERS, LimitError, num_container
 MAX_LINE_BYTES = 1 << 20  # a longer line is left out
 JOURNAL = (32 << 20, MAX_CONTAINERS)  # bytes, lists and objects of a file
 METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
-JOURNAL_MEMORY = (
-    120 << 20
-)  # bytes of memory that the lines of a journal may take, which is enough for 230,000 events of 150 bytes
-METRICS_MEMORY = (
-    3 << 29
-)  # the same for the log lines of a run, which is enough for 1,000,000 of 12 numbers, and their times
+# Bytes of memory: of the lines of a journal, enough for 230,000 events of 150 bytes; of the log lines of a run, enough for 1,000,000
+# of 12 numbers, and their times.
+JOURNAL_MEMORY, METRICS_MEMORY = 120 << 20, 3 << 29
 _ENTRY_BYTES = 100  # of a dict, for a name that is stored once
 
 

@@ -96,7 +96,7 @@ class Rounds:
     # ------------------------------------------------------------------ messages and losses of nodes
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a node: it joins the next round, has failed, leaves on SIGTERM, its workers are done, or their times."""
+        """Handle a message of a node: it joins the next round, has failed, leaves, is done, or reports the times of its workers."""
         member = self.members[rank]
         if message["op"] == "join":
             member.wants, member.offer, member.is_regroup = True, message["offer"], bool(message["is_regroup"])

@@ -28,10 +28,8 @@ _LONGEST_NAME = 200  # letters of a parameter
 _VALUE_BYTES, _VALUE_LETTERS = 16 << 10, 1000  # of memory of a value; a larger one is cut
 _NUM_TREES = 100
 _MIN_TRIALS = 8  # with fewer trials a random forest is meaningless
-_MAX_LEARNED, _MAX_RANKED = (
-    2000,
-    50,
-)  # trials from which a forest learns, and parameters: it tries each of them on each trial
+# Trials from which a forest learns, and parameters: it tries each of them on each trial.
+_MAX_LEARNED, _MAX_RANKED = 2000, 50
 _MAX_CURVES = 60
 _HUGE = 1e300  # numbers from here on are treated as words, because their differences may be infinite
 _FEW = 5  # up to this number of values, all values of a parameter are written beside its axis
@@ -187,10 +185,8 @@ def _curve(metric: str, trial: TrialData) -> dict[str, list[float | None]] | Non
         return None
     try:
         run = read_run(trial.run_dir)
-    except (
-        ConfigError,
-        OSError,
-    ):  # the run was removed, ended before its first log line, or has a name that no file can have
+    # The run was removed, ended before its first log line, or has a name that no file can have.
+    except (ConfigError, OSError):
         return None
     is_val = metric.startswith("val_")
     data = points(run.val if is_val else run.train, metric.removeprefix("val_") if is_val else metric)

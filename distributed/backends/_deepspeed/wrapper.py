@@ -46,7 +46,6 @@ class DeepSpeedWrapper(Wrapper):
         self._batch, self.engine, self.held = batch, None, None
 
     def hold(self) -> HeldSlots | None:
-        """Return a new object for the optimizer's state that is loaded. Return None if the optimizer keeps the state itself."""
         from distributed.backends._deepspeed.held_slots import HeldSlots
 
         own = self._backend.context

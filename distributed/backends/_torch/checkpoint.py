@@ -50,7 +50,9 @@ def begin_load(
     """
     left_out = _left_out(backend, directory, state.get("frozen"))
     load_model = backend.kind.begin_load_model(directory, left_out)
-    load_optimizer = backend.kind.begin_load_optimizer(backend.optimizer, directory, state["optimizer"])
+    load_optimizer = backend.kind.begin_load_optimizer(
+        backend.optimizer, directory, state["optimizer"], backend.wrapper.hold()
+    )
 
     def finish() -> bool:
         load_model()

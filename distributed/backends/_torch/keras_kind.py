@@ -30,6 +30,7 @@ from distributed.errors import ConfigError
 from distributed.metrics.of_keras import is_from_keras, keras_classes
 
 if TYPE_CHECKING:
+    from distributed.backends._torch.optimizer_state import HoldsSlots
     from distributed.config.merging import MergedConfig
     from distributed.config.plan import BatchPlan
     from distributed.state import Job
@@ -175,7 +176,9 @@ class KerasKind(TorchKind):
             files.save_optimizer(optimizer.keras, self.model, directory)
         return content
 
-    def begin_load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> Callable[[], None]:
+    def begin_load_optimizer(
+        self, optimizer: Any, directory: Path, content: Mapping[str, Any], held: HoldsSlots | None = None
+    ) -> Callable[[], None]:
         return lambda: self._load_optimizer(optimizer, directory, content)
 
     def _load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> None:

@@ -42,7 +42,6 @@ class TorchKind:
     def __init__(self, module: torch.nn.Module, context: WorkerContext = tensors.ALONE) -> None:
         self.module, self.context = module, context
         self.left_out: Collection[str] = ()  # names of the parameters that checkpoints leave out
-        self.held: optimizer_state.HoldsSlots | None = None  # keeps what is loaded of the optimizer's state
 
     @property
     def model(self) -> Any:
@@ -163,11 +162,18 @@ class TorchKind:
         return optimizer_state.save_optimizer(optimizer, tensors.named_parameters(self.module), directory, self.context)
 
     def begin_load_optimizer(
-        self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]
+        self,
+        optimizer: torch.optim.Optimizer,
+        directory: Path,
+        content: Mapping[str, Any],
+        held: optimizer_state.HoldsSlots | None = None,
     ) -> Callable[[], None]:
-        """Read large tensors into their places, and return a function that restores the rest of the optimizer."""
+        """Read large tensors into their places, and return a function that restores the rest of the optimizer.
+
+        `held` gets the tensors of a parameter's shape, if there is one.
+        """
         return optimizer_state.begin_load_optimizer(
-            optimizer, tensors.named_parameters(self.module), directory, content, self.held
+            optimizer, tensors.named_parameters(self.module), directory, content, held
         )
 
     def export(self, path: Path) -> None:

@@ -113,15 +113,13 @@ def begin_load_optimizer(
     before = _slots(optimizer)
     targets, readers = dict[str, torch.Tensor](), dict[str, Callable[[], None]]()
     others: list[Callable[[], None]] = []
-    kept: set[str] = set()
-    for key, tensor in stored.items():
+    for key, tensor in list(stored.items()):
         name, slot = _of_slot(key)
         parameter, _ = by_name[name]
         if slot != "step" and tensor.shape == parameter.shape:
             dtype = _slot_dtype(tensor, parameter, key in own_dtype)
             if held is not None:
-                others += held.add(parameter, slot, tensor, dtype)
-                kept.add(key)
+                others += held.add(parameter, slot, stored.pop(key), dtype)
                 continue
             targets[key] = _target(before.get((id(parameter), slot)), parameter, dtype)
             if (reader := sharding.reader(tensor, targets[key])) is not None:
@@ -141,8 +139,6 @@ def begin_load_optimizer(
                 for slot, value in content["values"].get(names[id(parameter)], {}).items():
                     optimizer.state[parameter][slot] = decode_state(value)
         for key, tensor in stored.items():
-            if key in kept:
-                continue
             name, slot = _of_slot(key)
             parameter, group = by_name[name]
             if key not in targets:

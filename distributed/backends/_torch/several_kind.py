@@ -24,6 +24,7 @@ from distributed.errors import CheckpointError
 from distributed.state import WorkerContext
 
 if TYPE_CHECKING:
+    from distributed.backends._torch.optimizer_state import HoldsSlots
     from distributed.backends._torch.precision import Precision
     from distributed.backends.torch_base import TorchBackend
     from distributed.config.merging import MergedConfig
@@ -105,7 +106,11 @@ class SeveralKind(TorchKind):
         return {**super().save_optimizer(optimizer, directory), "classes": _classes(optimizer)}
 
     def begin_load_optimizer(
-        self, optimizer: torch.optim.Optimizer, directory: Path, content: Mapping[str, Any]
+        self,
+        optimizer: torch.optim.Optimizer,
+        directory: Path,
+        content: Mapping[str, Any],
+        held: HoldsSlots | None = None,
     ) -> Callable[[], None]:
         assert isinstance(optimizer, SeveralOptimizers)
         here, there = _classes(optimizer), content.get("classes")
@@ -114,7 +119,7 @@ class SeveralKind(TorchKind):
                 f"the optimizers are {here}, the checkpoint holds {there or content.get('class')}: use those of the checkpoint"
                 " or start without it"
             )
-        restore = super().begin_load_optimizer(optimizer, directory, content)
+        restore = super().begin_load_optimizer(optimizer, directory, content, held)
         optimizers = dict(optimizer.items())
 
         def finish() -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from distributed.backends._torch.gradients import Gradients
+    from distributed.backends._torch.optimizer_state import HoldsSlots
     from distributed.backends._torch.precision import Precision
     from distributed.backends._torch.several_update import SeveralUpdate
     from distributed.backends._torch.update import Update
@@ -52,6 +53,10 @@ class Wrapper:
     def bind(self, optimizer: Any) -> Any:
         """Return the user's optimizer, bound to the parameters that exist after `wrap`."""
         return optimizer
+
+    def hold(self) -> HoldsSlots | None:
+        """Return an object that keeps the optimizer's state of a checkpoint. Return None if the optimizer gets it at once."""
+        return None
 
     def make_gradients(self, parameters: list[torch.nn.Parameter]) -> Gradients:
         """Return the object that clips the gradients of `parameters` and checks them for NaN."""
