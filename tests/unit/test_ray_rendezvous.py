@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends._ray.launch import objection
+from distributed.backends._ray.launch import gpus_beside, objection
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, WorkerConnections, connect, seals
 from distributed.backends._ray.worker import _report_end
 from distributed.launching import seal
@@ -510,3 +510,16 @@ def test_a_node_that_does_not_see_the_run_or_has_another_version_is_named():
     assert objection(old, Path("runs/1")) == (
         "the node of rank 1 (b) differs from that of rank 0: torch 2.12.0 there and 2.13.0 on a"
     )
+
+
+def test_a_rank_has_the_same_gpu_whichever_task_of_its_node_ray_gave_it():
+    """Ray numbers the GPUs of a node, or names them as CUDA_VISIBLE_DEVICES does."""
+    first = workers_that_say(*({"node": "a", "gpus": [gpu]} for gpu in ("10", "2")), {"node": "b", "gpus": ["0"]})
+    again = workers_that_say(*({"node": "a", "gpus": [gpu]} for gpu in ("2", "10")), {"node": "b", "gpus": ["0"]})
+    for workers in (first, again):
+        seen = [gpus_beside(worker, workers.values()) for worker in workers.values()]
+        assert seen == [{"CUDA_VISIBLE_DEVICES": "2,10"}] * 2 + [{"CUDA_VISIBLE_DEVICES": "0"}]
+    named = workers_that_say(*({"node": "a", "gpus": [gpu]} for gpu in ("GPU-8a", "GPU-1c")))
+    assert gpus_beside(named[0], named.values()) == {"CUDA_VISIBLE_DEVICES": "GPU-1c,GPU-8a"}
+    without = workers_that_say({"node": "a", "gpus": []})
+    assert gpus_beside(without[0], without.values()) == {}

@@ -432,7 +432,9 @@ def gpus_beside(worker: WorkerConnections, workers: Iterable[WorkerConnections])
     """Return CUDA_VISIBLE_DEVICES with the GPUs of all workers on the node of `worker`.
 
     As under torchrun, every worker sees all of them, and LOCAL_RANK selects its own. Ray would show a worker only its
-    own GPU.
+    own GPU. The GPUs are sorted by their numbers, so that a rank has the same GPU after a restart: Ray gives the tasks of a
+    further attempt the GPUs in the order in which the tasks start.
     """
     gpus = [gpu for other in workers if other.hello["node"] == worker.hello["node"] for gpu in other.hello["gpus"]]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    in_order = sorted(gpus, key=lambda gpu: (int(gpu) if gpu.isdecimal() else -1, gpu))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(in_order)} if gpus else {}
