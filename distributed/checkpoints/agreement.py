@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
-from distributed.checkpoints.turns import Turns
+from distributed.checkpoints.turns import Turn, Turns
 from distributed.errors import (
     CheckpointError,
     ConfigError,
@@ -94,15 +94,17 @@ class Agreement:
         OSError of another.
         """
         error: OSError | DistributedError | None = None
-        with self._turn(everybody=True):
+        with self._turn(everybody=True) as turn:
             try:
                 value = action()
             except (OSError, DistributedError) as raised:
-                error = raised
-        refused = isinstance(error, DistributedError)
-        votes = self.world.reduce({"failed": float(error is not None), "refused": float(refused)})
-        if votes["failed"]:
-            self._raise_together(error, is_cause=refused if votes["refused"] else error is not None)
+                error, turn.said = raised, described(raised)
+            except BaseException as raised:  # this rank ends, and the others must not count it as done
+                turn.said = _said_of(raised)
+                raise
+        if heard := turn.heard:
+            refusals = {rank: said for rank, said in heard.items() if said["kind"] != "disk"}
+            _raise_together(error, refusals or heard, self.context.rank)
         return value
 
     @contextlib.contextmanager
@@ -113,43 +115,46 @@ class Agreement:
         block. They raise TrainingError, which names the failed rank and `what`.
         """
         error: Exception | None = None
-        with self._turn(everybody=True):
+        with self._turn(everybody=True) as turn:
             if is_first:
                 try:
                     yield
                 except BaseException as raised:
+                    turn.said = _said_of(raised, f"{what} failed with ")
                     if not isinstance(raised, Exception):  # the process is to end, and its launcher ends the others
                         raise
                     error = raised
-        if self.world.reduce({"failed": float(error is not None)})["failed"]:
-            answers = [self._answer(error, rank, what) for rank in range(self.context.world_size)]
-            first = next(each for each in answers if each is not None)
-            raise error if error is not None else rebuilt(*first)
+        if turn.heard:
+            _raise_together(error, turn.heard, self.context.rank)
         if not is_first:
             yield
 
-    def _answer(self, error: Exception | None, rank: int, what: str) -> tuple[dict[str, Any], int] | None:
-        """Return (description of the failure, `rank`), or None if `rank` has not failed. A collective."""
-        text = None if error is None else f"{what} failed with {type(error).__name__}: {error}"
-        text = self.world.broadcast(text, src=rank)
-        return None if text is None else ({"kind": "training", "message": text}, rank)
-
-    def _turn(self, *, everybody: bool) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _turn(self, *, everybody: bool) -> Iterator[Turn]:
         store = self.world.key_value_store()
         if store is None:
-            return contextlib.nullcontext()
+            yield (turn := Turn())
+            if everybody:
+                turn.heard = {rank: said for rank, said in enumerate(self.world.gather(turn.said)) if said is not None}
+            return
         if self._turns is None:  # the name is random because other agreements of this process may use the same store
             name = self.world.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
             self._turns = Turns(store, self.context, name=name, timeout_s=self._timeout_s)
-        return self._turns.turn(everybody=everybody)
+        with self._turns.turn(everybody=everybody) as turn:
+            yield turn
 
-    def _raise_together(self, error: OSError | DistributedError | None, is_cause: bool) -> None:
-        """Raise an error on every rank: its own one if `is_cause`, else that of the lowest rank with `is_cause`. A collective."""
-        ranks = range(self.context.world_size)
-        votes = self.world.reduce({str(rank): float(is_cause and rank == self.context.rank) for rank in ranks})
-        first = next(rank for rank in ranks if votes[str(rank)])
-        answer = self.world.broadcast(described(error) if error is not None else None, src=first)
-        raise error if error is not None and is_cause else rebuilt(answer, first)
+
+def _raise_together(error: Exception | None, failed: Mapping[int, dict[str, Any]], rank: int) -> None:
+    """Raise an error on every rank: its own one if `rank` is among those that `failed`, else that of the lowest of them."""
+    if error is not None and rank in failed:
+        raise error
+    first = min(failed)
+    raise rebuilt(failed[first], first)
+
+
+def _said_of(error: BaseException, before: str = "") -> dict[str, Any]:
+    """Return what a rank says about an error that is not agreed on: its description for `rebuilt`."""
+    return {"kind": "training", "message": f"{before}{type(error).__name__}: {error}".removesuffix(": ")}
 
 
 def described(error: OSError | DistributedError) -> dict[str, Any]:
