@@ -11,9 +11,9 @@ from pathlib import Path
 _active: contextvars.ContextVar[PartChecks | None] = contextvars.ContextVar("_active", default=None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FilePart:
-    """A part of a file of a checkpoint: its first byte, its size in bytes and its digest."""
+    """A part of a file of a checkpoint: its first byte, its size in bytes and its digest. Equal to itself alone."""
 
     file: Path
     begin: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from distributed.config.cores import num_cores
+from distributed.config.cores import cores_of_rank
 
 _MAX_THREADS = 4  # more threads gain little, because they share the memory's bandwidth
 
@@ -31,9 +31,8 @@ def run_in_threads(tasks: Sequence[Callable[[], object]], stop: threading.Event 
             except Exception as error:  # top frame of a thread: the caller raises it
                 errors[index] = error
 
-    threads = [
-        threading.Thread(target=work, daemon=True) for _ in range(min(_MAX_THREADS, num_cores(), len(tasks)) - 1)
-    ]
+    num_threads = min(_MAX_THREADS, len(tasks), cores_of_rank()) if len(tasks) > 1 else 1
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads - 1)]
     started = []
     try:
         for thread in threads:

@@ -13,9 +13,8 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from distributed.checkpoints.tensor_file import ITEM_BYTES, RawTensor, copy_all, read_raw
 from distributed.config.kinds import COUNT, check_kinds
@@ -28,8 +27,7 @@ AVERAGED = "averaged"  # directory of a checkpoint for averaged weights, with th
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (index of the first element, shape)
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One named tensor of a checkpoint. `pieces` are pairs (start index, tensor of the piece) that cover it exactly."""
 
     name: str
@@ -101,7 +99,8 @@ def read_files(files: Iterable[Path], where: Path) -> tuple[dict[str, StoredTens
         starts = _table(metadata, OFFSETS, file)
         aliases |= {name: str(owner) for name, owner in _table(metadata, "aliases", file).items()}
         for raw in tensors:
-            pieces.setdefault(raw.name, []).append((_start(starts.get(raw.name), raw, file), raw))
+            start = _start(starts[raw.name], raw, file) if raw.name in starts else (0,) * len(raw.shape)
+            pieces.setdefault(raw.name, []).append((start, raw))
     return {name: _joined(name, parts, where) for name, parts in pieces.items()}, aliases
 
 
@@ -135,8 +134,6 @@ def _table(metadata: Mapping[str, str], key: str, file: Path) -> dict[str, Any]:
 
 
 def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
-    if entry is None:
-        return (0,) * len(raw.shape)
     start = entry.get("saved_offsets") if isinstance(entry, dict) else None
     if not isinstance(start, list) or len(start) != len(raw.shape) or not all(map(COUNT.holds, start)):
         raise CheckpointError(f"{file}: the position of {raw.name} in its tensor is damaged")
@@ -144,7 +141,8 @@ def _start(entry: Any, raw: RawTensor, file: Path) -> tuple[int, ...]:
 
 
 def _joined(name: str, parts: list[tuple[tuple[int, ...], RawTensor]], directory: Path) -> StoredTensor:
-    parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece covers nothing
+    if len(parts) > 1:
+        parts = [part for part in parts if 0 not in part[1].shape] or parts[:1]  # an empty piece covers nothing
     first = parts[0][1]
     if len(parts) == 1 and not any(parts[0][0]):
         return StoredTensor(name, first.dtype, first.shape, tuple(parts), is_in_order=True)

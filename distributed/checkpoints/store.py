@@ -130,7 +130,8 @@ class CheckpointStore:
         self._background: BackgroundSave | None = None
         self._name: str | None = None
         self._num_begun = 0
-        self._current: tuple[Path, str] | None = None  # path and identity of the state saved or loaded last
+        # Path and identity of the state saved or loaded last. The identity of a loaded one, "", is computed if it is needed.
+        self._current: tuple[Path, str] | None = None
         # The checkpoint that `find` has returned last, and that of `open`, if `resume` has to verify large tensors of it.
         self._found: Path | None = None
         self._opened: Path | None = None
@@ -380,7 +381,7 @@ class CheckpointStore:
         if path == self._found:
             self._upload_rest()
         if self.context.is_main_process:
-            self._current = (path, identity(state, read_manifest(path).monitor_value))
+            self._current = (path, "")
         return path, state
 
     def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:
@@ -447,7 +448,7 @@ class CheckpointStore:
 
     def _begin(self, target: Path, state: TrainState, best_value: float | None) -> bool:
         """Create the stage. Return False if this state is already stored at `target`."""
-        if self._current == (target, identity(state, best_value)):
+        if self._is_current(target, identity(state, best_value)):
             with contextlib.suppress(CheckpointError):
                 verify(target)
                 return False
@@ -456,6 +457,14 @@ class CheckpointStore:
             self.on_event({"kind": "warning", "text": text, "deleted": lost})
         self._files.begin(target)
         return True
+
+    def _is_current(self, target: Path, which: str) -> bool:
+        """Return whether the state with the identity `which` was saved last at `target`, or loaded last from there."""
+        if self._current is None or self._current[0] != target:
+            return False
+        with contextlib.suppress(CheckpointError):
+            return which == (self._current[1] or identity(read_state(target)[0], read_manifest(target).monitor_value))
+        return False
 
     def _seal(
         self,

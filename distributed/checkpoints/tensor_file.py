@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -37,8 +37,7 @@ WORDS = {
 _ALIGNMENT = 64  # bytes of a cache line: a copy to memory that begins elsewhere takes up to 1.3 times as long
 
 
-@dataclass(frozen=True, slots=True)
-class RawTensor:
+class RawTensor(NamedTuple):
     """One named tensor. `read` returns its bytes, row-major and little-endian."""
 
     name: str
@@ -159,7 +158,7 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
         source = _Source(path, data, 8 + length, os.fstat(file.fileno()), active_checks())
     metadata = content.pop("__metadata__", None) or {}
     # Each entry is freed as soon as it is converted, because the entries of 100,000 tensors take 60 MB.
-    return [_raw_tensor(name, content.pop(name), source) for name in list(content)], metadata
+    return [_raw_tensor(name, content.pop(name), source, path.name) for name in list(content)], metadata
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +208,7 @@ class _Source:
             self.checks.note(part, digest.hexdigest())
 
 
-def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawTensor:
+def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source, file: str) -> RawTensor:
     dtype = sys.intern(str(entry["dtype"]))
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{source.path}: {name} has the element type {dtype}, which this version does not know")
@@ -217,9 +216,7 @@ def _raw_tensor(name: str, entry: dict[str, list[int]], source: _Source) -> RawT
     begin, end = source.start + first, source.start + last
     # reading a large tensor from the file takes less time than a copy of its mapped memory
     copy_to = functools.partial(source.read_into, begin) if end - begin >= digests.LARGE_BYTES else None
-    return RawTensor(
-        name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to, source.path.name
-    )
+    return RawTensor(name, dtype, tuple(entry["shape"]), functools.partial(source.part, begin, end), copy_to, file)
 
 
 def _validate(path: Path) -> None:

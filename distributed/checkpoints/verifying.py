@@ -64,10 +64,8 @@ def verify_unread(path: Path, checks: PartChecks, names: Iterable[str]) -> None:
     unread: dict[Path, list[FilePart]] = {}
     for part in checks.unread:
         unread.setdefault(part.file, []).append(part)
-    stop = threading.Event()
-    run_in_threads(
-        [functools.partial(_verify_parts, path, name, unread.get(path / name, []), stop) for name in names], stop
-    )
+    stop, left = threading.Event(), [(name, unread.get(path / name)) for name in names]
+    run_in_threads([functools.partial(_verify_parts, path, name, parts, stop) for name, parts in left if parts], stop)
 
 
 def part_to_verify(

@@ -24,6 +24,12 @@ def num_cores() -> int:
     return max(1, cores)
 
 
+def cores_of_rank() -> int:
+    """Return this process's share of `num_cores()`, at least 1, if it is one of the ranks on its node (LOCAL_WORLD_SIZE)."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, num_cores() // max(1, int(ranks) if ranks.isdecimal() else 1))
+
+
 def _limit() -> str:
     """Return the microseconds of CPU time that the control group may use in a period, and the length of the period."""
     with contextlib.suppress(FileNotFoundError):

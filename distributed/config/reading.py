@@ -122,14 +122,11 @@ _CAREFUL = json.JSONDecoder(parse_int=_whole, parse_float=_float)  # takes twice
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(MAX_DEPTH + 1):
-        level = [each for container in level for each in _inside(container) if isinstance(each, (dict, list))]
+        inside = (each.values() if type(each) is dict else each for each in level)
+        level = [each for values in inside for each in values if type(each) is dict or type(each) is list]
         if not level:
             return
     raise _too_deep()
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def _too_deep() -> LimitError:

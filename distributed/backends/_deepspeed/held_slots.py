@@ -61,7 +61,7 @@ class HeldSlots:
                 readers.append(functools.partial(copy_all, [raw], memory))
                 piece = RawTensor(raw.name, raw.dtype, raw.shape, _reader(memory))
             pieces.append((start, piece))
-        self._slots[parameter, slot] = HeldSlot(dataclasses.replace(stored, pieces=tuple(pieces)), dtype)
+        self._slots[parameter, slot] = HeldSlot(stored._replace(pieces=tuple(pieces)), dtype)
         return readers
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, str, HeldSlot]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.backends._torch import frozen, modules, named_optimizers, tensors
+from distributed.backends._torch.begun_load import read
 from distributed.backends.weights import load_weights
 from distributed.checkpoints.shards import weights_in
 from distributed.checkpoints.state_file import read_state
@@ -49,16 +50,17 @@ def begin_load(
     size differs.
     """
     left_out = _left_out(backend, directory, state.get("frozen"))
-    load_model = backend.kind.begin_load_model(directory, left_out)
-    load_optimizer = backend.kind.begin_load_optimizer(
+    model = backend.kind.begin_load_model(directory, left_out)
+    optimizer = backend.kind.begin_load_optimizer(
         backend.optimizer, directory, state["optimizer"], backend.wrapper.hold()
     )
+    read(model, optimizer)
 
     def finish() -> bool:
-        load_model()
+        model.finish()
         backend.averaged_weights.load(directory, left_out)
         options = named_optimizers.options_of(backend.optimizer)
-        load_optimizer()
+        optimizer.finish()
         if named_optimizers.is_named(backend.optimizer):
             named_optimizers.set_options(backend.optimizer, options, notice)
         return _load_rest(backend, directory, state, notice)

@@ -16,6 +16,7 @@ from distributed.backends._keras.by_name import check_names
 from distributed.backends._keras.names import trainable_variables
 from distributed.backends._keras.randomness import common_state
 from distributed.backends._torch import optim
+from distributed.backends._torch.begun_load import BegunLoad
 from distributed.backends._torch.keras_module import KerasModule, keras_scope, to_float64, widen
 from distributed.backends._torch.keras_objective import KerasObjective
 from distributed.backends._torch.keras_optimizer import KerasOptimizer, LearningRateSchedule
@@ -161,12 +162,12 @@ class KerasKind(TorchKind):
             files.save_model(self.model, directory)
         return {}
 
-    def begin_load_model(self, directory: Path, left_out: Collection[str]) -> Callable[[], None]:
+    def begin_load_model(self, directory: Path, left_out: Collection[str]) -> BegunLoad:
         def load() -> None:
             files.load_model(self.model, directory)
             self.module.mix_seeds(self.context.rank)
 
-        return load
+        return BegunLoad(load)
 
     def save_optimizer(self, optimizer: Any, directory: Path) -> dict[str, Any]:
         group = optimizer.param_groups[0]
@@ -178,8 +179,8 @@ class KerasKind(TorchKind):
 
     def begin_load_optimizer(
         self, optimizer: Any, directory: Path, content: Mapping[str, Any], held: HoldsSlots | None = None
-    ) -> Callable[[], None]:
-        return lambda: self._load_optimizer(optimizer, directory, content)
+    ) -> BegunLoad:
+        return BegunLoad(lambda: self._load_optimizer(optimizer, directory, content))
 
     def _load_optimizer(self, optimizer: Any, directory: Path, content: Mapping[str, Any]) -> None:
         files.load_optimizer(optimizer.keras, self.model, directory, content)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.backends._torch import modules, named_losses, optim, optimizer_state, recomputing, tensors
+from distributed.backends._torch.begun_load import BegunLoad, read
 from distributed.backends._torch.objective import Objective
 from distributed.backends._torch.passes import Passes
 from distributed.backends._torch.schedule import Schedule
@@ -152,10 +153,12 @@ class TorchKind:
         return tensors.save_model(self.module, directory, self.context, self.left_out)
 
     def load_model(self, directory: Path, left_out: Collection[str]) -> None:
-        self.begin_load_model(directory, left_out)()
+        load = self.begin_load_model(directory, left_out)
+        read(load)
+        load.finish()
 
-    def begin_load_model(self, directory: Path, left_out: Collection[str]) -> Callable[[], None]:
-        """Read large tensors into their places, and return a function that does the rest of `load_model`."""
+    def begin_load_model(self, directory: Path, left_out: Collection[str]) -> BegunLoad:
+        """Begin what `load_model` does."""
         return tensors.begin_load_model(self.module, directory, left_out)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, Any]:
@@ -167,8 +170,8 @@ class TorchKind:
         directory: Path,
         content: Mapping[str, Any],
         held: optimizer_state.HoldsSlots | None = None,
-    ) -> Callable[[], None]:
-        """Read large tensors into their places, and return a function that restores the rest of the optimizer.
+    ) -> BegunLoad:
+        """Begin to restore what `save_optimizer` wrote.
 
         `held` gets the tensors of a parameter's shape, if there is one.
         """

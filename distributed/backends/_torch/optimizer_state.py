@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 
 from distributed.backends._torch import sharding
+from distributed.backends._torch.begun_load import BegunLoad, read
 from distributed.backends._torch.tensor_io import decode_state, dtype_of, encode_state, encode_tensor
 from distributed.backends._torch.tensors import ALONE, plain_name
-from distributed.checkpoints.reading import run_in_threads
 from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.errors import CheckpointError
 from distributed.state import WorkerContext
@@ -82,7 +82,9 @@ def load_optimizer(
     capturable) do not change. Tensors that the optimizer has already are filled in place: new memory would cost more time than
     reading. Raises CheckpointError if the optimizer, its parameter groups or a shape differ.
     """
-    begin_load_optimizer(optimizer, parameters, directory, content)()
+    load = begin_load_optimizer(optimizer, parameters, directory, content)
+    read(load)
+    load.finish()
 
 
 def begin_load_optimizer(
@@ -91,10 +93,10 @@ def begin_load_optimizer(
     directory: Path,
     content: Mapping[str, Any],
     held: HoldsSlots | None = None,
-) -> Callable[[], None]:
-    """Begin what `load_optimizer` does: read tensors into their places. Return a function that does the rest.
+) -> BegunLoad:
+    """Begin what `load_optimizer` does.
 
-    Until that is called, nothing changes but the values of tensors. The tensors of a parameter's shape are given to `held`, if there is
+    Nothing changes until `finish` but the values of the tensors that are read. The tensors of a parameter's shape are given to `held`, if there is
     one, and not to the optimizer. Raises the errors of `load_optimizer`.
     """
     _check_kinds(content)
@@ -124,11 +126,9 @@ def begin_load_optimizer(
             targets[key] = _target(before.get((id(parameter), slot)), parameter, dtype)
             if (reader := sharding.reader(tensor, targets[key])) is not None:
                 readers[key] = reader
-    try:
-        run_in_threads([*readers.values(), *others])
-    except CheckpointError:
+
+    def give_up() -> None:
         optimizer.state.clear()  # some of its tensors have no values
-        raise
 
     def finish() -> None:
         for group, saved in zip(optimizer.param_groups, content["groups"], strict=True):
@@ -149,7 +149,7 @@ def begin_load_optimizer(
                 sharding.copy(tensor, targets[key])
             optimizer.state[parameter][slot] = targets[key]
 
-    return finish
+    return BegunLoad(finish, [*readers.values(), *others], give_up)
 
 
 def scheduler_state(scheduler: Any) -> dict[str, Any]:

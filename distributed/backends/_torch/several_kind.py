@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.backends._torch import named_optimizers, optim, tensors
+from distributed.backends._torch.begun_load import BegunLoad
 from distributed.backends._torch.kinds import Notice, TorchKind
 from distributed.backends._torch.several_models import SeveralModels
 from distributed.backends._torch.several_objective import SeveralObjective
@@ -111,7 +112,7 @@ class SeveralKind(TorchKind):
         directory: Path,
         content: Mapping[str, Any],
         held: HoldsSlots | None = None,
-    ) -> Callable[[], None]:
+    ) -> BegunLoad:
         assert isinstance(optimizer, SeveralOptimizers)
         here, there = _classes(optimizer), content.get("classes")
         if here != there:
@@ -119,17 +120,17 @@ class SeveralKind(TorchKind):
                 f"the optimizers are {here}, the checkpoint holds {there or content.get('class')}: use those of the checkpoint"
                 " or start without it"
             )
-        restore = super().begin_load_optimizer(optimizer, directory, content, held)
+        load = super().begin_load_optimizer(optimizer, directory, content, held)
         optimizers = dict(optimizer.items())
 
         def finish() -> None:
             options = {name: named_optimizers.options_of(each) for name, each in optimizers.items()}
-            restore()
+            load.finish()
             for name, each in optimizers.items():
                 if named_optimizers.is_named(each):
                     named_optimizers.set_options(each, options[name], named_notice(name, self._notice))
 
-        return finish
+        return load._replace(finish=finish)
 
 
 def _classes(optimizer: torch.optim.Optimizer) -> dict[str, str]:

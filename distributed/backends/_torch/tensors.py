@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from distributed.backends._torch import sharding
+from distributed.backends._torch.begun_load import BegunLoad, read
 from distributed.backends._torch.generators import load_rng, save_rng
 from distributed.backends._torch.tensor_io import (
     dtype_of,
     dtype_word,
     write_file,
 )
-from distributed.checkpoints.reading import run_in_threads
 from distributed.checkpoints.shards import StoredTensor, read_tensors
 from distributed.checkpoints.weights import LoadedWeights, StoredWeights, check_loaded
 from distributed.errors import CheckpointError, ConfigError, TrainingError
@@ -107,22 +107,24 @@ def load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str
 
     Raises CheckpointError with the first missing and unexpected parameters and different shapes, all in one line.
     """
-    begin_load_model(model, directory, left_out)()
+    load = begin_load_model(model, directory, left_out)
+    read(load)
+    load.finish()
 
 
-def begin_load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str] = ()) -> Callable[[], None]:
-    """Begin what `load_model` does: read tensors into their places. Return a function that does the rest. Raises its errors."""
+def begin_load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str] = ()) -> BegunLoad:
+    """Begin what `load_model` does, without a change of the model. Raises its errors."""
     stored, aliases = read_tensors(directory / MODEL)
     stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
     own = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
     _check_same_model(own, stored, directory)
-    copy_others = _begin_copy(model, own, stored)
+    copy = _begin_copy(model, own, stored)
 
     def finish() -> None:
         _check_tied(own, stored)
-        copy_others()
+        copy.finish()
 
-    return finish
+    return copy._replace(finish=finish)
 
 
 def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool) -> LoadedWeights:
@@ -144,21 +146,22 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
     check_loaded(loaded, strict=strict)
     own = {name: own[name] for name in fitting}
     _check_tied(own, fitting)
-    _begin_copy(model, own, fitting)()
+    copy = _begin_copy(model, own, fitting)
+    read(copy)
+    copy.finish()
     return loaded
 
 
 def _begin_copy(
     model: torch.nn.Module, own: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
-) -> Callable[[], None]:
-    """Read the tensors that need no more than a copy into their places. Return a function that copies all others."""
+) -> BegunLoad:
+    """Return the load whose reads fill the tensors that need no more than a copy, and which then copies all others."""
     plain = _filled_by_a_copy(unwrap(model))
     readers = {
         name: reader
         for name, tensor in stored.items()
         if id(own[name]) in plain and (reader := sharding.reader(tensor, own[name])) is not None
     }
-    run_in_threads([*readers.values()])
 
     def copy_others() -> None:
         others = {}
@@ -172,7 +175,7 @@ def _begin_copy(
             keys = {plain_name(key): key for key in bare.state_dict(keep_vars=True)}
             bare.load_state_dict({keys[name]: value for name, value in others.items()}, strict=False)
 
-    return copy_others
+    return BegunLoad(copy_others, [*readers.values()])
 
 
 def _filled_by_a_copy(model: torch.nn.Module) -> set[int]:

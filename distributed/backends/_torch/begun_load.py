@@ -1,0 +1,36 @@
+"""A load of a model or of an optimizer that has begun: what it has to read, and what it does then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from distributed.checkpoints.reading import run_in_threads
+from distributed.errors import CheckpointError
+
+
+def _nothing() -> None: ...
+
+
+class BegunLoad(NamedTuple):
+    """The rest of a load whose checkpoint fits.
+
+    Attributes:
+        finish: does what is left after `reads`.
+        reads: fill tensors from the files. They may run in any order and in any threads.
+        give_up: called in place of `finish` if one of `reads` has failed.
+    """
+
+    finish: Callable[[], None]
+    reads: Sequence[Callable[[], None]] = ()
+    give_up: Callable[[], None] = _nothing
+
+
+def read(*loads: BegunLoad) -> None:
+    """Read the tensors of several loads. Raises the CheckpointError of a file that cannot be read."""
+    try:
+        run_in_threads([task for load in loads for task in load.reads])
+    except CheckpointError:
+        for load in loads:
+            load.give_up()
+        raise
