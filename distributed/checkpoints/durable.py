@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from distributed.checkpoints import digests
 from distributed.checkpoints.digests import FileDigests, FileRecord
@@ -23,27 +23,43 @@ _PAGE_BYTES = 2 << 20  # the size of the largest pages; a change of a page waits
 _SYNC_FILE_RANGE_WRITE = 2  # from <linux/fs.h>
 
 _records: contextvars.ContextVar[dict[Path, FileRecord] | None] = contextvars.ContextVar("_records", default=None)
-Allocate = Callable[[Path, Sequence[int]], memoryview]
-_allocate: contextvars.ContextVar[Allocate | None] = contextvars.ContextVar("_allocate", default=None)
+
+
+class KeptFiles(Protocol):
+    """Memory that takes the files of a save, one save after the other."""
+
+    def memory_for(self, path: Path, sizes: Sequence[int]) -> memoryview:
+        """Return the memory for a new file of chunks of `sizes` bytes."""
+
+    def repeats(self, path: Path, copy: Callable[..., bool]) -> None:
+        """Note what copies the content of the file at `path` again, into the same places of the same memory."""
+
+    def copy_again(self, path: Path, *args: Any) -> bool:
+        """Take the file at `path` with the layout of the last save, if there was one and what was noted then returns True for `args`."""
+
+
+_kept: contextvars.ContextVar[KeptFiles | None] = contextvars.ContextVar("_kept", default=None)
 
 
 @contextlib.contextmanager
-def kept_in_memory(allocate: Allocate) -> Iterator[None]:
-    """Let `write_file` copy its bytes into the memory that `allocate(path, sizes)` returns, instead of a file, in this block.
-
-    `sizes` are the numbers of bytes of the chunks.
-    """
-    token = _allocate.set(allocate)
+def kept_in_memory(files: KeptFiles) -> Iterator[None]:
+    """Let `write_file` copy its bytes into the memory of `files`, instead of a file, in this block."""
+    token = _kept.set(files)
     try:
         yield
     finally:
-        _allocate.reset(token)
+        _kept.reset(token)
+
+
+def kept_files() -> KeptFiles | None:
+    """Return the files of the `kept_in_memory` block that runs, or None."""
+    return _kept.get()
 
 
 def memory_for(path: Path, sizes: Sequence[int]) -> memoryview | None:
     """Return the memory for a new file of chunks of these sizes inside `kept_in_memory`, and None outside of it."""
-    allocate = _allocate.get()
-    return None if allocate is None else allocate(path, sizes)
+    files = kept_files()
+    return None if files is None else files.memory_for(path, sizes)
 
 
 @contextlib.contextmanager

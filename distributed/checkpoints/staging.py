@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from distributed.checkpoints.digests import FileRecord
 from distributed.checkpoints.durable import kept_in_memory, records_of_written, size_text, write_file
@@ -49,32 +50,55 @@ class Staging:
 
     def __init__(self, allocate: Callable[[int], memoryview] = host_memory) -> None:
         self._allocate = allocate
-        self._kept: dict[Path, memoryview] = {}  # by the name of the file in its checkpoint
-        self._files: list[tuple[Path, memoryview, Sequence[int]]] = []  # with the sizes of their chunks
+        self._stage = Path()
+        # All three by the name of the file in its checkpoint: its memory, its part that the last save has used with the sizes of the
+        # chunks, and how the last save copied it.
+        self._kept: dict[Path, memoryview] = {}
+        self._used: dict[Path, tuple[memoryview, Sequence[int]]] = {}
+        self._copies: dict[Path, Callable[..., bool]] = {}
+        self._names: list[Path] = []  # of the files of the last save
 
     @contextlib.contextmanager
     def copying(self, stage: Path) -> Iterator[None]:
         """Make `write_file` copy files below `stage` into memory within the block. Earlier copies are dropped."""
-        self._files = []
-        with kept_in_memory(lambda path, sizes: self._memory_for(stage, path, sizes)):
+        self._stage, self._names = stage, []
+        with kept_in_memory(self):
             yield
 
     def write(self) -> dict[Path, FileRecord]:
         """Write the copied files durably. Return the record of each. Raises OSError if the disk fails."""
         with records_of_written() as written:
-            for path, memory, sizes in self._files:
-                write_file(path, _cut(memory, sizes), len(memory))
+            for name in self._names:
+                memory, sizes = self._used[name]
+                write_file(self._stage / name, _cut(memory, sizes), len(memory))
         return written
 
-    def _memory_for(self, stage: Path, path: Path, sizes: Sequence[int]) -> memoryview:
-        name, num_bytes = path.relative_to(stage), sum(sizes)
+    def memory_for(self, path: Path, sizes: Sequence[int]) -> memoryview:
+        """See `KeptFiles`. Raises TrainingError if there is not enough memory."""
+        name, num_bytes = path.relative_to(self._stage), sum(sizes)
+        self._copies.pop(name, None)
         kept = self._kept.get(name)
         if kept is None or len(kept) < num_bytes:
             self._kept.pop(name, None)
+            self._used.pop(name, None)
             check_memory(num_bytes)
             kept = self._kept[name] = self._allocate(num_bytes)
-        self._files.append((path, kept[:num_bytes], sizes))
-        return kept[:num_bytes]
+        self._used[name] = kept[:num_bytes], sizes
+        self._names.append(name)
+        return self._used[name][0]
+
+    def repeats(self, path: Path, copy: Callable[..., bool]) -> None:
+        """See `KeptFiles`."""
+        self._copies[path.relative_to(self._stage)] = copy
+
+    def copy_again(self, path: Path, *args: Any) -> bool:
+        """See `KeptFiles`."""
+        name = path.relative_to(self._stage)
+        copy = self._copies.get(name)
+        if copy is None or not copy(*args):
+            return False
+        self._names.append(name)
+        return True
 
 
 def _cut(memory: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:

@@ -10,13 +10,15 @@ import contextvars
 import functools
 import math
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.backends._torch.tensor_io import dtype_of, raw_bytes, tensor_of, write_file
+from distributed.backends._torch.tensor_io import dtype_of, raw_bytes, tensor_of, wait_for_copies, write_file
+from distributed.checkpoints.durable import kept_files
 from distributed.checkpoints.shards import Box, StoredTensor, sharding_metadata
 from distributed.state import WorkerContext
 
@@ -161,22 +163,66 @@ def write(
     """Write this rank's part of `tensors` into `directory`. All ranks must call it.
 
     The main process writes whole tensors. If all tensors are whole there is one file, else one file per rank, and further ones for
-    tensors of which a rank has several pieces.
+    tensors of which a rank has several pieces. If the files are kept in memory and the last save had the same tensors there, they are
+    copied to the same places.
     """
+    for_all, own = directory / f"{stem}.safetensors", directory / _name_of_pieces(stem, context)
+    kept = kept_files()
+    if kept is not None and any(kept.copy_again(path, tensors, metadata) for path in (own, for_all)):
+        directory.mkdir(parents=True, exist_ok=True)
+        return
     pieces = {name: _pieces(tensor) for name, tensor in tensors.items() if is_in_pieces(tensor)}
     if not pieces:
         if context.is_main_process:
-            write_file(directory / f"{stem}.safetensors", tensors, metadata)
+            places = write_file(for_all, tensors, metadata)
+            if kept is not None:
+                kept.repeats(for_all, _CopyAgain(tensors, metadata, places))
         return
     whole = {name: tensor for name, tensor in tensors.items() if context.is_main_process and name not in pieces}
-    for number in range(max(1, *map(len, pieces.values()))):
+    num_files = max(1, *map(len, pieces.values()))
+    for number in range(num_files):
         layer = {name: found[number] for name, found in pieces.items() if number < len(found)}
         starts = {name: (0,) * tensor.dim() for name, tensor in whole.items()}
         of_pieces = sharding_metadata(starts | {name: start for name, (start, _) in layer.items()})
-        part = f"{stem}-{number}" if number else stem
-        name = f"{part}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
-        write_file(directory / name, {name: piece for name, (_, piece) in layer.items()} | whole, of_pieces | metadata)
+        file = directory / _name_of_pieces(f"{stem}-{number}" if number else stem, context)
+        places = write_file(file, {name: piece for name, (_, piece) in layer.items()} | whole, of_pieces | metadata)
+        if kept is not None and num_files == 1:
+            kept.repeats(file, _CopyAgain(tensors, metadata, places))
         whole, metadata = {}, {}
+
+
+def _name_of_pieces(stem: str, context: WorkerContext) -> str:
+    return f"{stem}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
+
+
+class _CopyAgain:
+    """Copy tensors to the places in memory to which they were copied in the last save.
+
+    Args:
+        tensors: all tensors by name. They are not kept alive.
+        metadata: the metadata of their file.
+        places: the memory for this rank's part of each tensor that the file has.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Mapping[str, torch.Tensor]
+    ) -> None:
+        self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+        self._metadata, self._places = dict(metadata), places
+
+    def __call__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
+        """Copy `tensors`, if they and the metadata are the same as before. Return whether they are."""
+        if metadata != self._metadata or tensors.keys() != self._tensors.keys():
+            return False
+        if any(self._tensors[name]() is not tensor for name, tensor in tensors.items()):
+            return False
+        parts = [(place, local(tensors[name]).detach()) for name, place in self._places.items()]
+        if any(part.shape != place.shape or part.dtype != place.dtype for place, part in parts):
+            return False
+        for place, part in parts:
+            place.copy_(part, non_blocking=True)
+        wait_for_copies(tensors.values())
+        return True
 
 
 def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,26 +84,44 @@ def _reader(tensor: torch.Tensor) -> Callable[[], memoryview]:
     return lambda: raw_bytes(tensor)
 
 
-def _copier(tensor: torch.Tensor) -> Callable[[memoryview], None]:
+def _copier(tensor: torch.Tensor, place: Callable[[torch.Tensor], None]) -> Callable[[memoryview], None]:
     def copy_to(memory: memoryview) -> None:
         kept = torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
         kept.copy_(tensor.detach(), non_blocking=True)  # `write_file` waits for all copies together
+        place(kept)
 
     return copy_to
 
 
-def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Write a new safetensors file durably.
 
-    Tensors may have any device and stride; one at a time is copied to the host.
+    Tensors may have any device and stride; one at a time is copied to the host. Return the places of the tensors in memory, if the file
+    is kept there (`kept_in_memory`). A tensor without elements has none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    raw = [RawTensor(name, dtype_word(name, t), tuple(t.shape), _reader(t), _copier(t)) for name, t in tensors.items()]
+    places: dict[str, torch.Tensor] = {}
+    raw = [
+        RawTensor(
+            name,
+            dtype_word(name, t),
+            tuple(t.shape),
+            _reader(t),
+            _copier(t, functools.partial(places.__setitem__, name)),
+        )
+        for name, t in tensors.items()
+    ]
     try:
         write_tensors(path, raw, metadata)
     finally:
-        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+        wait_for_copies(tensors.values())
+    return places
+
+
+def wait_for_copies(tensors: Iterable[torch.Tensor]) -> None:
+    """Wait until what was copied from the devices of `tensors` has arrived."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def dtype_of(word: str) -> torch.dtype:
