@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +13,6 @@ from distributed.errors import DistributedError, TrainingError
 from distributed.state import WorkerContext
 
 _PAUSE_S = 0.01
-_NICENESS = 10  # of the thread: it gets a tenth of a core that it shares with a thread of training
 Records = Mapping[str, FileRecord]  # of files, by their names in the checkpoint
 
 
@@ -68,7 +64,6 @@ class BackgroundSave:
         self._thread.join()
 
     def _run(self) -> None:
-        let_others_run_first()
         answer = self._answer_of(lambda: {name: record.to_json() for name, record in self._write().items()})
         if self._store is not None:
             self._store.set(f"{self._key}/{self._context.rank}", json.dumps(answer))
@@ -110,10 +105,3 @@ class BackgroundSave:
                 raise RuntimeError("given up")
         content: dict[str, Any] = json.loads(self._store.get(key))
         return content
-
-
-def let_others_run_first() -> None:
-    """Lower the priority of this thread, so that a core that training needs is not taken by a save. Only Linux has one for each thread."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):  # a sandbox may not allow it
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
