@@ -26,7 +26,6 @@ from safetensors import safe_open
 from distributed.backends.world import OneProcess
 from distributed.checkpoints import durable, manifest
 from distributed.checkpoints import store as checkpoint
-from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.digests import FileRecord, file_digest
 from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve
 from distributed.checkpoints.staging import Copying
@@ -86,15 +85,16 @@ class OneOf:
     def gather(self, value: Any) -> list[Any]:
         return self.threads.share(self.rank, value)
 
-    def key_value_store(self) -> Threads:
-        return self.threads
+    def key_value_store(self) -> Threads | None:
+        return self.threads if self.threads.has_store else None
 
 
 class Threads:
     """Collectives and a store between threads; a rank that waits for the dead fails after 10 s."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, has_store: bool = True) -> None:
         self.size, self.slots, self.barrier = size, [None] * size, threading.Barrier(size, timeout=10)
+        self.has_store = has_store
         self.values: dict[str, bytes] = {}
 
     def set(self, key: str, value: str) -> None:
@@ -922,57 +922,6 @@ def test_large_and_small_chunks_keep_their_order(tmp_path: Path) -> None:
     assert (tmp_path / "x").read_bytes() == b"".join(map(bytes, chunks))
 
 
-if __name__ == "__main__":
-    os.fsync = lambda fd: None  # a killed process loses nothing that it wrote; without waiting, kills fall everywhere
-    _kill_saves(Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]])
-
-
-# ------------------------------------------------------------------ one before the others
-
-
-def entered(size: int, is_first: Callable[[int], bool], block: Callable[[int], None]) -> list[BaseException | None]:
-    """Let every rank enter `Agreement.first` with `block`. Return the error of each."""
-    threads = Threads(size)
-
-    def enter(rank: int) -> None:
-        with Agreement(OneOf(rank, threads), 5).first(is_first(rank), "the download"):
-            block(rank)
-
-    with ThreadPoolExecutor(size) as pool:
-        return [each.exception() for each in [pool.submit(enter, rank) for rank in range(size)]]
-
-
-@pytest.mark.parametrize("num_first", [1, 2])
-def test_the_others_enter_the_block_when_the_first_have_left_it(num_first):
-    begun, left = [], []
-
-    def block(rank):
-        begun.append((rank, len(left)))
-        left.append(rank)
-
-    assert entered(4, lambda rank: rank < num_first, block) == [None] * 4
-    assert sorted(rank for rank, _ in begun) == [0, 1, 2, 3]
-    assert all(num_left >= num_first for rank, num_left in begun if rank >= num_first)
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_if_the_block_fails_on_a_first_rank_the_others_raise_and_do_not_enter_it(failing):
-    begun = []
-
-    def block(rank):
-        begun.append(rank)
-        if rank == failing:
-            raise ValueError("no network")
-
-    errors = entered(3, lambda rank: rank < 2, block)
-
-    assert sorted(begun) == [0, 1]
-    assert isinstance(errors[failing], ValueError)
-    for error in errors[:failing] + errors[failing + 1 :]:
-        assert isinstance(error, TrainingError) and error.is_echo
-        assert str(error) == f"rank {failing}: the download failed with ValueError: no network"
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_tensors_begin_where_copies_are_fast(tmp_path: Path, seed: int) -> None:
     """Those of whole cache lines at a multiple of 64 bytes, all others at a multiple of their elements."""
@@ -1000,3 +949,8 @@ def test_tensors_begin_where_copies_are_fast(tmp_path: Path, seed: int) -> None:
     assert {each.name: bytes(each.read()) for each in found} == {each.name: each.read() for each in tensors}
     with safe_open(path, "numpy") as library:
         assert set(library.keys()) == {each.name for each in tensors}
+
+
+if __name__ == "__main__":
+    os.fsync = lambda fd: None  # a killed process loses nothing that it wrote; without waiting, kills fall everywhere
+    _kill_saves(Path(sys.argv[1]), int(sys.argv[2]), globals()[sys.argv[3]])

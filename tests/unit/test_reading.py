@@ -12,7 +12,7 @@ from distributed.checkpoints import reading
 
 @pytest.fixture(autouse=True)
 def _three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "num_cores", lambda: 3)
+    monkeypatch.setattr(reading, "cores_of_rank", lambda: 3)
 
 
 def test_each_task_runs_once_in_one_of_three_threads() -> None:

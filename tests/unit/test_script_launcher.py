@@ -140,6 +140,10 @@ def test_the_cpu_limit_of_a_container_counts(monkeypatch, tmp_path, files, expec
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert cores.num_cores() == expected and thread_count(2) == max(1, expected // 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert cores.cores_of_rank() == max(1, expected // 2)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert cores.cores_of_rank() == expected
 
 
 def test_the_start_names_the_backend_that_was_chosen_and_what_takes_long():

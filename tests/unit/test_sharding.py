@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ torch = pytest.importorskip("torch")
 from distributed.backends._deepspeed.held_slots import HeldSlots  # noqa: E402
 from distributed.backends._torch import sharding  # noqa: E402
 from distributed.backends._torch.sharding import StandIns  # noqa: E402
+from distributed.backends._torch.tensor_io import write_file  # noqa: E402
 from distributed.backends._torch.tensors import saves_its_parameters  # noqa: E402
 from distributed.checkpoints import digests  # noqa: E402
 from distributed.checkpoints.shards import read_tensors  # noqa: E402
+from distributed.checkpoints.staging import Staging  # noqa: E402
 from distributed.state import WorkerContext  # noqa: E402
 
 
@@ -163,3 +166,60 @@ def test_a_tensor_of_other_strides_or_another_element_type_is_filled_from_the_fi
         assert reader is not None
         reader()
         assert torch.equal(own, tensor.to(own.dtype))
+
+
+def test_the_same_tensors_are_copied_to_the_places_of_the_last_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save must have the files that a save to the disk would have, whatever changed since the last one."""
+    one, staging = WorkerContext(0, 1, 0, 1, 0, "cpu"), Staging()
+    tensors = {
+        "b": torch.randn(3, 4),
+        "a": torch.randn(5).to(torch.bfloat16),
+        "empty": torch.empty(0, 2),
+        "s": torch.tensor(1.0),
+    }
+    layouts = list[str]()
+    monkeypatch.setattr(
+        sharding, "write_file", lambda path, *args: (layouts.append(path.name), write_file(path, *args))[1]
+    )
+
+    def save(number: int, **metadata: str) -> list[str]:
+        """Save and compare. Return the files that got a new layout."""
+        stage, plain = tmp_path / str(number), tmp_path / f"plain-{number}"
+        layouts.clear()
+        with staging.copying(stage):
+            sharding.write(stage / "model", "model", tensors, one, **metadata)
+        made = [*layouts]
+        written = staging.write()
+        sharding.write(plain, "model", tensors, one, **metadata)
+        assert [path.name for path in written] == [path.name for path in plain.iterdir()] == ["model.safetensors"]
+        for path in written:
+            assert path.read_bytes() == (plain / path.name).read_bytes()
+        return made
+
+    assert save(0) == ["model.safetensors"]
+    for number in range(1, 4):
+        tensors["b"] += number
+        assert save(number) == []
+    assert save(4, aliases="{}") == ["model.safetensors"]
+    assert save(5, aliases="{}") == []
+    tensors["b"] = tensors["b"].clone()
+    assert save(6, aliases="{}") == ["model.safetensors"]
+    tensors["b"].data = torch.randn(2, 2)
+    assert save(7, aliases="{}") == ["model.safetensors"]
+    tensors["b"].data = tensors["b"].double()
+    assert save(8, aliases="{}") == ["model.safetensors"]
+    tensors["new"] = torch.randn(2)
+    assert save(9, aliases="{}") == ["model.safetensors"]
+    del tensors["a"]
+    assert save(10, aliases="{}") == ["model.safetensors"]
+    assert save(11, aliases="{}") == []
+
+
+def test_the_places_of_the_last_save_keep_no_tensor_alive(tmp_path: Path) -> None:
+    staging, tensors = Staging(), {"a": torch.randn(3)}
+    with staging.copying(tmp_path):
+        sharding.write(tmp_path, "model", tensors, WorkerContext(0, 1, 0, 1, 0, "cpu"))
+    seen = weakref.ref(tensors.pop("a"))
+    assert seen() is None

@@ -72,7 +72,7 @@ class Partitions:
         for parameter in self._shapes:
             flat = self.flats[self._flat_of[parameter]]
             slots = {
-                name: self._stand_in(parameter, stand_ins, value) if _is_like(value, flat) else copy.deepcopy(value)
+                name: self._stand_in(parameter, stand_ins, value) if _is_like(value, flat) else _copied(value)
                 for name, value in optimizer.state.get(flat, {}).items()
             }
             if slots:
@@ -165,6 +165,10 @@ def _flat_index(zero: Any, parameter: Any, stage: int) -> int:
 
 def _is_like(value: Any, flat: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == flat.shape
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _same(one: Any, other: Any) -> bool:

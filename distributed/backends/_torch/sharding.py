@@ -34,6 +34,7 @@ class StandIns:
 
     def __init__(self) -> None:
         self._pieces: dict[int, tuple[torch.Tensor, Pieces]] = {}  # by the id of the stand-in, which it keeps alive
+        self._elements: dict[torch.dtype, torch.Tensor] = {}  # the element of the stand-ins of each type
 
     def make(self, shape: torch.Size, flat: torch.Tensor, start: int) -> torch.Tensor:
         """Return a stand-in for a tensor of `shape`. `flat` has the elements from `start` on, row-major, that this rank holds.
@@ -42,7 +43,10 @@ class StandIns:
         """
         if shape.numel() == 0:
             return torch.empty(shape, dtype=flat.dtype)
-        found = torch.full((), math.nan if flat.is_floating_point() else 0, dtype=flat.dtype).expand(shape)
+        if (element := self._elements.get(flat.dtype)) is None:
+            element = torch.full((), math.nan if flat.is_floating_point() else 0, dtype=flat.dtype)
+            self._elements[flat.dtype] = element
+        found = element.expand(shape)
         self._pieces[id(found)] = found, boxes(shape, flat, start)
         return found
 
@@ -72,6 +76,8 @@ _stand_ins: contextvars.ContextVar[StandIns | None] = contextvars.ContextVar("_s
 def boxes(shape: torch.Size, flat: torch.Tensor, start: int) -> Pieces:
     """Return the elements from `start` on of a tensor of `shape`, which `flat` has, as boxes: at most two for each dimension but the
     last, and one."""
+    if start == 0 and flat.numel() == shape.numel() and shape:
+        return [((0,) * len(shape), flat.view(shape))] if flat.numel() else []
     if len(shape) < 2:
         return [((start,)[: len(shape)], flat.reshape(flat.shape[: len(shape)]))] if flat.numel() else []
     row, rest = shape[1:].numel(), shape[1:]

@@ -1,0 +1,125 @@
+"""Ranks that act together fail together, in threads of one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from distributed.checkpoints.agreement import Agreement
+from distributed.errors import CheckpointError, TrainingError
+from tests.unit.test_checkpoint import OneOf, Threads
+
+
+def on_all(size: int, act: Callable[[int], Any], *, has_store: bool = True) -> tuple[list[BaseException | None], float]:
+    """Let every rank run `act` in `Agreement.on_all`. Return the error of each, and the seconds that they took."""
+    threads = Threads(size, has_store=has_store)
+    began = time.monotonic()
+    with ThreadPoolExecutor(size) as pool:
+        done = [pool.submit(Agreement(OneOf(r, threads), 5).on_all, lambda r=r: act(r)) for r in range(size)]
+        return [each.exception() for each in done], time.monotonic() - began
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+@pytest.mark.parametrize(
+    ("failing", "expected"), [({1: "disk"}, 1), ({0: "disk", 2: "refused"}, 2), ({1: "refused", 2: "refused"}, 1)]
+)
+def test_all_ranks_raise_the_first_error_and_a_refusal_before_a_full_disk(
+    failing: dict[int, str], expected: int, has_store: bool
+) -> None:
+    def act(rank: int) -> None:
+        if rank in failing:
+            raise OSError(28, "full") if failing[rank] == "disk" else CheckpointError(f"not of this run ({rank})")
+
+    errors, _ = on_all(3, act, has_store=has_store)
+    kind = OSError if failing[expected] == "disk" else CheckpointError
+    assert all(type(error) is kind for error in errors), errors
+    own = [rank for rank, said in failing.items() if said == failing[expected]]
+    assert all(f"rank {expected}: " in str(errors[rank]) for rank in range(3) if rank not in own)
+    assert not any("rank " in str(errors[rank]) for rank in own)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_error_that_is_not_agreed_on_ends_the_turn_of_the_other_ranks_at_once(failing: int) -> None:
+    def act(rank: int) -> None:
+        if rank == failing:
+            raise ValueError("a bug")
+
+    errors, seconds = on_all(3, act)
+    assert isinstance(errors[failing], ValueError) and seconds < 4
+    for error in errors[:failing] + errors[failing + 1 :]:
+        assert isinstance(error, TrainingError) and error.is_echo
+        assert str(error) == f"rank {failing}: ValueError: a bug"
+
+
+def test_thousands_of_turns_in_a_row_mix_up_no_answers() -> None:
+    """Ranks enter and leave at different times; in some turns, one of them fails."""
+    threads = Threads(3)
+
+    def rank_of(rank: int) -> list[Any]:
+        agreement, found = Agreement(OneOf(rank, threads), 5), []
+        for number in range(300):
+            time.sleep(0.001 * ((number * 7 + rank * 5) % 3))
+            fails = number % 5 == 0 and rank == number % 3
+
+            def act(fails: bool = fails, number: int = number) -> int:
+                if fails:
+                    raise CheckpointError(f"turn {number}")
+                return number
+
+            try:
+                found.append(agreement.on_all(act) if number % 4 else agreement.on_main(lambda number=number: number))
+            except CheckpointError as error:
+                found.append(str(error).removeprefix(f"rank {number % 3}: "))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        rows = [each.result(60) for each in [pool.submit(rank_of, rank) for rank in range(3)]]
+    expected = [f"turn {number}" if number % 5 == 0 and number % 4 else number for number in range(300)]
+    assert rows == [expected] * 3
+
+
+def entered(size: int, is_first: Callable[[int], bool], block: Callable[[int], None]) -> list[BaseException | None]:
+    """Let every rank enter `Agreement.first` with `block`. Return the error of each."""
+    threads = Threads(size)
+
+    def enter(rank: int) -> None:
+        with Agreement(OneOf(rank, threads), 5).first(is_first(rank), "the download"):
+            block(rank)
+
+    with ThreadPoolExecutor(size) as pool:
+        return [each.exception() for each in [pool.submit(enter, rank) for rank in range(size)]]
+
+
+@pytest.mark.parametrize("num_first", [1, 2])
+def test_the_others_enter_the_block_when_the_first_have_left_it(num_first):
+    begun, left = [], []
+
+    def block(rank):
+        begun.append((rank, len(left)))
+        left.append(rank)
+
+    assert entered(4, lambda rank: rank < num_first, block) == [None] * 4
+    assert sorted(rank for rank, _ in begun) == [0, 1, 2, 3]
+    assert all(num_left >= num_first for rank, num_left in begun if rank >= num_first)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_if_the_block_fails_on_a_first_rank_the_others_raise_and_do_not_enter_it(failing):
+    begun = []
+
+    def block(rank):
+        begun.append(rank)
+        if rank == failing:
+            raise ValueError("no network")
+
+    errors = entered(3, lambda rank: rank < 2, block)
+
+    assert sorted(begun) == [0, 1]
+    assert isinstance(errors[failing], ValueError)
+    for error in errors[:failing] + errors[failing + 1 :]:
+        assert isinstance(error, TrainingError) and error.is_echo
+        assert str(error) == f"rank {failing}: the download failed with ValueError: no network"
