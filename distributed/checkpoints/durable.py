@@ -31,11 +31,14 @@ class KeptFiles(Protocol):
     def memory_for(self, path: Path, sizes: Sequence[int]) -> memoryview:
         """Return the memory for a new file of chunks of `sizes` bytes."""
 
-    def repeats(self, path: Path, copy: Callable[..., bool]) -> None:
-        """Note what copies the content of the file at `path` again, into the same places of the same memory."""
+    def repeats(self, paths: Sequence[Path], copy: Callable[..., bool]) -> None:
+        """Note what copies the content of the files `paths` again, into the same places of the same memory."""
 
-    def copy_again(self, path: Path, *args: Any) -> bool:
-        """Take the file at `path` with the layout of the last save, if there was one and what was noted then returns True for `args`."""
+    def copy_again(self, first: Path, *args: Any) -> bool:
+        """Take the files that `repeats` got, of which `first` is the first, with the layout of the last save.
+
+        Return False, and take none, if there were none or if what was noted then returns False for `args`.
+        """
 
 
 _kept: contextvars.ContextVar[KeptFiles | None] = contextvars.ContextVar("_kept", default=None)

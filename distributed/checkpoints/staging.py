@@ -51,11 +51,12 @@ class Staging:
     def __init__(self, allocate: Callable[[int], memoryview] = host_memory) -> None:
         self._allocate = allocate
         self._stage = Path()
-        # All three by the name of the file in its checkpoint: its memory, its part that the last save has used with the sizes of the
-        # chunks, and how the last save copied it.
+        # By the name of the file in its checkpoint: its memory, and the part of it that the last save has used, with the sizes of the
+        # chunks.
         self._kept: dict[Path, memoryview] = {}
         self._used: dict[Path, tuple[memoryview, Sequence[int]]] = {}
-        self._copies: dict[Path, Callable[..., bool]] = {}
+        # By the name of the first file: the names of all files that are copied together, and what copies them.
+        self._copies: dict[Path, tuple[list[Path], Callable[..., bool]]] = {}
         self._names: list[Path] = []  # of the files of the last save
 
     @contextlib.contextmanager
@@ -76,7 +77,8 @@ class Staging:
     def memory_for(self, path: Path, sizes: Sequence[int]) -> memoryview:
         """See `KeptFiles`. Raises TrainingError if there is not enough memory."""
         name, num_bytes = path.relative_to(self._stage), sum(sizes)
-        self._copies.pop(name, None)
+        for first in [first for first, (names, _) in self._copies.items() if name in names]:
+            del self._copies[first]  # the file gets another layout
         kept = self._kept.get(name)
         if kept is None or len(kept) < num_bytes:
             self._kept.pop(name, None)
@@ -87,17 +89,17 @@ class Staging:
         self._names.append(name)
         return self._used[name][0]
 
-    def repeats(self, path: Path, copy: Callable[..., bool]) -> None:
+    def repeats(self, paths: Sequence[Path], copy: Callable[..., bool]) -> None:
         """See `KeptFiles`."""
-        self._copies[path.relative_to(self._stage)] = copy
+        names = [path.relative_to(self._stage) for path in paths]
+        self._copies[names[0]] = names, copy
 
-    def copy_again(self, path: Path, *args: Any) -> bool:
+    def copy_again(self, first: Path, *args: Any) -> bool:
         """See `KeptFiles`."""
-        name = path.relative_to(self._stage)
-        copy = self._copies.get(name)
+        names, copy = self._copies.get(first.relative_to(self._stage), ([], None))
         if copy is None or not copy(*args):
             return False
-        self._names.append(name)
+        self._names += names
         return True
 
 

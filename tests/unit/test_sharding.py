@@ -217,6 +217,39 @@ def test_the_same_tensors_are_copied_to_the_places_of_the_last_save(
     assert save(11, aliases="{}") == []
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_pieces_are_copied_to_the_places_of_the_last_save(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    tensors, world_size = drawn_tensors(draw), draw.randint(1, 4)
+    cuts, rank = drawn_cuts(draw, tensors, world_size), draw.randrange(world_size)
+    context, stand_ins, staging = WorkerContext(rank, world_size, rank, world_size, 0, "cpu"), StandIns(), Staging()
+    made = {
+        name: stand_ins.make(
+            tensor.shape, tensor.reshape(-1)[cuts[rank][name] : cuts[rank + 1][name]], cuts[rank][name]
+        )
+        for name, tensor in tensors.items()
+    }
+    mine = {"step": torch.tensor(3.0), **made}
+    for number in range(3):
+        for tensor in (mine["step"], *tensors.values()):
+            tensor += number
+        with stand_ins.written(), staging.copying(tmp_path / str(number)):
+            sharding.write(tmp_path / str(number) / "model", "model", mine, context, some="data")
+        staging.write()
+        with stand_ins.written():
+            sharding.write(tmp_path / f"plain-{number}", "model", mine, context, some="data")
+        ours, plain = (
+            {path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.safetensors")}
+            for name in (str(number), f"plain-{number}")
+        )
+        assert ours == plain and ours
+        if number == 1:  # a tensor that stands for other elements
+            name = draw.choice([*tensors])
+            stand_ins.forget([mine[name]])
+            tensors[name] = torch.randn(9)
+            mine[name] = stand_ins.make(torch.Size([9]), tensors[name][1:7], 1)
+
+
 def test_the_places_of_the_last_save_keep_no_tensor_alive(tmp_path: Path) -> None:
     staging, tensors = Staging(), {"a": torch.randn(3)}
     with staging.copying(tmp_path):

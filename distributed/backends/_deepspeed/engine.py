@@ -14,7 +14,6 @@ import torch
 from distributed.backends._deepspeed.held_slots import HeldSlots
 from distributed.backends._deepspeed.partitions import Partitions, iterate, stand_in, with_whole
 from distributed.backends._deepspeed.precision import LossScale
-from distributed.backends._torch.sharding import StandIns
 from distributed.backends._torch.tensors import named_parameters, saves_its_parameters
 from distributed.backends._torch.world import TorchWorld
 from distributed.errors import ConfigError
@@ -222,12 +221,12 @@ class Engine:
         if not self.stage:
             yield self.optimizer
             return
-        stand_ins, before = StandIns(), {p: p.data for p in self.model.parameters()}
-        optimizer = stand_in(self.optimizer, self.groups, self.partitions.state(self.optimizer, stand_ins))
+        stand_ins, before = self.partitions.stand_ins, {p: p.data for p in self.model.parameters()}
+        optimizer = stand_in(self.optimizer, self.groups, self.partitions.state(self.optimizer))
         try:
             is_cut = not self.is_released and saves_its_parameters(self.model)
             if is_cut:
-                for parameter, value in self.partitions.weights(stand_ins).items():
+                for parameter, value in self.partitions.weights().items():
                     stand_ins.set_data(parameter, value)
             for parameter, value in self._frozen() if is_cut else self._weights():
                 if self._world.context.is_main_process:
@@ -235,6 +234,7 @@ class Engine:
             with stand_ins.written():
                 yield optimizer
         finally:
+            stand_ins.forget(before)
             for parameter, data in before.items():
                 parameter.data = data
 

@@ -50,6 +50,9 @@ class Partitions:
         )
         self._flat_of = {p: _flat_index(zero, p, stage) for p in self._shapes}
         self._world, self._device = world, torch.device(world.context.device)
+        self.stand_ins = StandIns()
+        # (parameter, slot or None) -> (the partition, the stand-in)
+        self._made: dict[tuple[torch.nn.Parameter, str | None], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the whole parameter in fp32, on this rank's device. A collective."""
@@ -62,29 +65,39 @@ class Partitions:
             if (piece := self._pieces[parameter]) is not None:
                 _copy(piece.of(piece.flat), value, piece)
 
-    def weights(self, stand_ins: StandIns) -> dict[torch.nn.Parameter, torch.Tensor]:
+    def weights(self) -> dict[torch.nn.Parameter, torch.Tensor]:
         """Return a stand-in for each parameter in fp32, of which this rank has a piece."""
-        return {parameter: self._stand_in(parameter, stand_ins, None) for parameter in self._shapes}
+        flats = {parameter: self.flats[self._flat_of[parameter]] for parameter in self._shapes}
+        return {parameter: self._stand_in(parameter, None, flat) for parameter, flat in flats.items()}
 
-    def state(self, optimizer: torch.optim.Optimizer, stand_ins: StandIns) -> State:
-        """Return the optimizer's state of whole parameters, with stand-ins for the tensors of which this rank has a piece."""
+    def state(self, optimizer: torch.optim.Optimizer) -> State:
+        """Return the optimizer's state of whole parameters, with stand-ins for the tensors of which this rank has a piece.
+
+        Its other values are those of the optimizer itself, not copies.
+        """
         found: State = {}
         for parameter in self._shapes:
             flat = self.flats[self._flat_of[parameter]]
             slots = {
-                name: self._stand_in(parameter, stand_ins, value) if _is_like(value, flat) else _copied(value)
+                name: self._stand_in(parameter, name, value) if _is_like(value, flat) else value
                 for name, value in optimizer.state.get(flat, {}).items()
             }
             if slots:
                 found[parameter] = slots
         return found
 
-    def _stand_in(self, parameter: torch.nn.Parameter, stand_ins: StandIns, value: torch.Tensor | None) -> torch.Tensor:
-        """Return a stand-in for a tensor of the parameter's shape whose partition is `value`, by default for the parameter."""
-        piece, flat = self._pieces[parameter], self.flats[self._flat_of[parameter]]
-        value = flat if value is None else value
+    def _stand_in(self, parameter: torch.nn.Parameter, slot: str | None, value: torch.Tensor) -> torch.Tensor:
+        """Return the stand-in for a tensor of the parameter's shape whose partition is `value`, the same one in each save."""
+        before, found = self._made.get((parameter, slot), (None, None))
+        if found is not None and before is value:
+            return found
+        if found is not None:
+            self.stand_ins.forget([found])
+        piece = self._pieces[parameter]
         mine = value[:0].detach() if piece is None else piece.of(value)
-        return stand_ins.make(self._shapes[parameter], mine, 0 if piece is None else piece.start)
+        made = self.stand_ins.make(self._shapes[parameter], mine, 0 if piece is None else piece.start)
+        self._made[parameter, slot] = value, made
+        return made
 
     def set_state(self, optimizer: torch.optim.Optimizer, state: State, names: Mapping[torch.Tensor, str]) -> None:
         """Partition the state of whole parameters into `optimizer`'s state, without communication."""
@@ -165,10 +178,6 @@ def _flat_index(zero: Any, parameter: Any, stage: int) -> int:
 
 def _is_like(value: Any, flat: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == flat.shape
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]  # (index of the first element in the whole tensor, the piece)
+Places = Mapping[str, torch.Tensor]  # name -> memory of the shape of the part that a file has of this tensor
 
 
 class StandIns:
@@ -55,6 +56,11 @@ class StandIns:
         parameter.data = value
         if id(value) in self._pieces:
             self._pieces[id(parameter)] = parameter, self._pieces[id(value)][1]
+
+    def forget(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Let `tensors`, which may be stand-ins, stand for nothing any more."""
+        for tensor in tensors:
+            self._pieces.pop(id(tensor), None)
 
     def pieces(self, tensor: torch.Tensor) -> Pieces | None:
         """Return this rank's pieces, or None if `tensor` is none of the stand-ins."""
@@ -172,46 +178,46 @@ def write(
     tensors of which a rank has several pieces. If the files are kept in memory and the last save had the same tensors there, they are
     copied to the same places.
     """
-    for_all, own = directory / f"{stem}.safetensors", directory / _name_of_pieces(stem, context)
-    kept = kept_files()
-    if kept is not None and any(kept.copy_again(path, tensors, metadata) for path in (own, for_all)):
+    whole_file, kept = directory / f"{stem}.safetensors", kept_files()
+    own_files = [whole_file, directory / _name_of_pieces(stem, 0, context)]
+    if kept is not None and any(kept.copy_again(first, tensors, metadata) for first in own_files):
         directory.mkdir(parents=True, exist_ok=True)
         return
     pieces = {name: _pieces(tensor) for name, tensor in tensors.items() if is_in_pieces(tensor)}
+    places: dict[Path, Places] = {}  # of the files in memory
     if not pieces:
         if context.is_main_process:
-            places = write_file(for_all, tensors, metadata)
-            if kept is not None:
-                kept.repeats(for_all, _CopyAgain(tensors, metadata, places))
-        return
-    whole = {name: tensor for name, tensor in tensors.items() if context.is_main_process and name not in pieces}
-    num_files = max(1, *map(len, pieces.values()))
-    for number in range(num_files):
-        layer = {name: found[number] for name, found in pieces.items() if number < len(found)}
-        starts = {name: (0,) * tensor.dim() for name, tensor in whole.items()}
-        of_pieces = sharding_metadata(starts | {name: start for name, (start, _) in layer.items()})
-        file = directory / _name_of_pieces(f"{stem}-{number}" if number else stem, context)
-        places = write_file(file, {name: piece for name, (_, piece) in layer.items()} | whole, of_pieces | metadata)
-        if kept is not None and num_files == 1:
-            kept.repeats(file, _CopyAgain(tensors, metadata, places))
-        whole, metadata = {}, {}
+            places[whole_file] = write_file(whole_file, tensors, metadata)
+    else:
+        whole = {name: tensor for name, tensor in tensors.items() if context.is_main_process and name not in pieces}
+        for number in range(max(1, *map(len, pieces.values()))):
+            layer = {name: found[number] for name, found in pieces.items() if number < len(found)}
+            starts = {name: (0,) * tensor.dim() for name, tensor in whole.items()}
+            of_file = sharding_metadata(starts | {name: start for name, (start, _) in layer.items()})
+            of_file |= {} if number else metadata
+            file = directory / _name_of_pieces(stem, number, context)
+            places[file] = write_file(file, {name: piece for name, (_, piece) in layer.items()} | whole, of_file)
+            whole = {}
+    if kept is not None and places:
+        kept.repeats([*places], _CopyAgain(tensors, metadata, [*places.values()]))
 
 
-def _name_of_pieces(stem: str, context: WorkerContext) -> str:
-    return f"{stem}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
+def _name_of_pieces(stem: str, number: int, context: WorkerContext) -> str:
+    part = f"{stem}-{number}" if number else stem
+    return f"{part}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
 
 
 class _CopyAgain:
     """Copy tensors to the places in memory to which they were copied in the last save.
 
     Args:
-        tensors: all tensors by name. They are not kept alive.
-        metadata: the metadata of their file.
-        places: the memory for this rank's part of each tensor that the file has.
+        tensors: all tensors that `write` got, by name. They are not kept alive.
+        metadata: what it got as metadata.
+        places: for each file of this rank, the places of the parts in it. The second file has the second pieces, and so on.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Mapping[str, torch.Tensor]
+        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Sequence[Places]
     ) -> None:
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
         self._metadata, self._places = dict(metadata), places
@@ -222,13 +228,25 @@ class _CopyAgain:
             return False
         if any(self._tensors[name]() is not tensor for name, tensor in tensors.items()):
             return False
-        parts = [(place, local(tensors[name]).detach()) for name, place in self._places.items()]
+        parts = [
+            (place, _part(tensors[name], number))
+            for number, places in enumerate(self._places)
+            for name, place in places.items()
+        ]
         if any(part.shape != place.shape or part.dtype != place.dtype for place, part in parts):
             return False
         for place, part in parts:
             place.copy_(part, non_blocking=True)
         wait_for_copies(tensors.values())
         return True
+
+
+def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
+    """Return the piece of `tensor` that `write` writes into the file `number` of this rank. An empty tensor if there is none."""
+    stand_ins = _stand_ins.get()
+    if stand_ins is None or (pieces := stand_ins.pieces(tensor)) is None:
+        return local(tensor).detach()
+    return pieces[number][1] if number < len(pieces) else torch.empty(0)
 
 
 def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:
