@@ -2,8 +2,9 @@
 
 A piece is an ordinary tensor of a safetensors file. The file's metadata has, under `DCP_SHARDING_INFO`, the index in
 the whole tensor at which each piece begins. This is the layout of torch.distributed.checkpoint
-(`HuggingFaceStorageWriter(save_distributed=True)`), so torch and this module can read each other's files. No framework is
-needed, and only the requested bytes are read.
+(`HuggingFaceStorageWriter(save_distributed=True)`), so torch and this module can read each other's files. The metadata of a file
+of pieces has the element types and shapes of all whole tensors too, so that a rank needs no other file to load its own pieces. No
+framework is needed, and only the requested bytes are read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +24,18 @@ from distributed.config.reading import parse_json
 from distributed.errors import CheckpointError
 
 OFFSETS = "DCP_SHARDING_INFO"
+_WHOLES = "whole_tensors"
 AVERAGED = "averaged"  # directory of a checkpoint for averaged weights, with the files of a model
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # (index of the first element, shape)
 
 
 class StoredTensor(NamedTuple):
-    """One named tensor of a checkpoint. `pieces` are pairs (start index, tensor of the piece) that cover it exactly."""
+    """One named tensor of a checkpoint. `pieces` are pairs (start index, tensor of the piece).
+
+    They cover it exactly, unless `others` returns all tensors of the checkpoint with all their pieces. Its files are then read when
+    another piece is needed.
+    """
 
     name: str
     dtype: str  # as safetensors names it: "F32", "BF16", ...
@@ -36,6 +43,18 @@ class StoredTensor(NamedTuple):
     pieces: tuple[tuple[tuple[int, ...], RawTensor], ...]
     # Whether the elements of `pieces`, one piece after the other, are those of the tensor, row-major.
     is_in_order: bool = False
+    others: Callable[[], Mapping[str, StoredTensor]] | None = None
+
+    def in_full(self) -> StoredTensor:
+        """Return this tensor with all its pieces. Raises CheckpointError if they are not those of such a tensor."""
+        if self.others is None:
+            return self
+        found = self.others().get(self.name)
+        if found is None or (found.dtype, found.shape) != (self.dtype, self.shape):
+            raise CheckpointError(
+                f"the pieces of {self.name} do not form one tensor of {self.dtype} and shape {list(self.shape)}"
+            )
+        return found
 
     def read(self, box: Box | None = None) -> memoryview:
         """Return the bytes of the part `box` (default: of the whole tensor), row-major.
@@ -45,11 +64,13 @@ class StoredTensor(NamedTuple):
         start, shape = box or ((0,) * len(self.shape), self.shape)
         if (exact := self._piece(start, shape)) is not None:
             return memoryview(exact.read())
+        if 0 in shape:
+            return memoryview(b"")
         import numpy
 
         item = ITEM_BYTES[self.dtype]
         out = numpy.empty((*shape, item), numpy.uint8)
-        for begins, raw in self.pieces:
+        for begins, raw in self.in_full().pieces:
             common = _overlap((start, shape), (begins, raw.shape))
             if common is not None:
                 piece = numpy.frombuffer(raw.read(), numpy.uint8).reshape((*raw.shape, item))
@@ -63,6 +84,8 @@ class StoredTensor(NamedTuple):
         """
         if (piece := self._piece(*box)) is not None:
             return functools.partial(copy_all, [piece])
+        if self.others is not None and 0 not in box[1]:
+            return self.in_full().reader(box)
         if self.is_in_order and box[1] == self.shape:
             return functools.partial(copy_all, [raw for _, raw in self.pieces])
         return None
@@ -71,23 +94,53 @@ class StoredTensor(NamedTuple):
         return next((raw for begins, raw in self.pieces if begins == start and raw.shape == shape), None)
 
 
-def sharding_metadata(starts: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def name_of_pieces(stem: str, rank: int, world_size: int) -> str:
+    """Return the name of the file with the pieces of `rank`."""
+    return f"{stem}-{rank + 1:05d}-of-{world_size:05d}.safetensors"
+
+
+def name_of_whole(stem: str) -> str:
+    """Return the name of the file with the tensors that are not in pieces, beside files of pieces."""
+    return f"{stem}-whole.safetensors"
+
+
+def sharding_metadata(
+    starts: Mapping[str, Sequence[int]], wholes: Mapping[str, tuple[str, Sequence[int]]] | None = None
+) -> dict[str, str]:
     """Return the metadata of a file of pieces.
 
     Args:
         starts: name -> the index in the whole tensor at which the piece begins.
+        wholes: name -> (element type, shape) of each tensor of which some rank has pieces. Only for a file that has all pieces of its
+            rank.
     """
     offsets = {name: {"saved_offsets": list(start)} for name, start in sorted(starts.items())}
-    return {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    metadata = {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    if wholes is not None:
+        metadata[_WHOLES] = json.dumps({name: [dtype, *shape] for name, (dtype, shape) in wholes.items()})
+    return metadata
 
 
-def read_tensors(directory: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+def read_tensors(directory: Path, own: tuple[int, int] | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
     """Return (tensors by name, aliases) of the safetensors files in `directory`.
 
     Aliases map other names of tied tensors to stored names. Raises CheckpointError with the file that is damaged, or
     the tensor whose pieces do not fit together.
+
+    Args:
+        directory: the directory. Its name is the first part of the names of its files.
+        own: (rank, number of ranks) of this process. If as many ranks have saved the checkpoint, the files with the pieces of other
+            ranks are read only if their pieces are needed.
     """
-    return read_files(sorted(directory.glob("*.safetensors")), directory)
+    files = sorted(directory.glob("*.safetensors"))
+    if own is not None and (file := directory / name_of_pieces(directory.name, *own)) in files:
+        pieces, metadata = read_raw(file)
+        if _WHOLES in metadata:
+            whole_file = directory / name_of_whole(directory.name)
+            tensors, aliases = read_files([whole_file] if whole_file in files else [], directory)
+            others = functools.cache(lambda: read_files(files, directory)[0])
+            return tensors | _own_pieces(pieces, metadata, file, others), aliases | _aliases(metadata, file)
+    return read_files(files, directory)
 
 
 def read_files(files: Iterable[Path], where: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
@@ -97,11 +150,40 @@ def read_files(files: Iterable[Path], where: Path) -> tuple[dict[str, StoredTens
     for file in files:
         tensors, metadata = read_raw(file)
         starts = _table(metadata, OFFSETS, file)
-        aliases |= {name: str(owner) for name, owner in _table(metadata, "aliases", file).items()}
+        aliases |= _aliases(metadata, file)
         for raw in tensors:
             start = _start(starts[raw.name], raw, file) if raw.name in starts else (0,) * len(raw.shape)
             pieces.setdefault(raw.name, []).append((start, raw))
     return {name: _joined(name, parts, where) for name, parts in pieces.items()}, aliases
+
+
+def _own_pieces(
+    pieces: Iterable[RawTensor],
+    metadata: Mapping[str, str],
+    file: Path,
+    others: Callable[[], Mapping[str, StoredTensor]],
+) -> dict[str, StoredTensor]:
+    """Return all tensors of which some rank has pieces, with the `pieces` of this rank, which are those of its `file`."""
+    starts, wholes = _table(metadata, OFFSETS, file), _table(metadata, _WHOLES, file)
+    mine = {raw.name: raw for raw in pieces}
+    found = {}
+    for name, entry in wholes.items():
+        if not _is_form(entry):
+            raise CheckpointError(f"{file}: the shape of {name} is damaged")
+        dtype, shape = entry[0], tuple(entry[1:])
+        parts: tuple[tuple[tuple[int, ...], RawTensor], ...] = ()
+        if (raw := mine.pop(name, None)) is not None:
+            start = _start(starts.get(name), raw, file)
+            ends = (begin + size for begin, size in zip(start, raw.shape, strict=True))
+            if raw.dtype != dtype or len(start) != len(shape) or any(map(operator.gt, ends, shape)):
+                raise CheckpointError(
+                    f"{file}: the piece of {name} is not one of a tensor of {dtype} and shape {list(shape)}"
+                )
+            parts = ((start, raw),)
+        found[name] = StoredTensor(name, dtype, shape, parts, others=others)
+    if mine:
+        raise CheckpointError(f"{file}: the shape of {min(mine)} is damaged")
+    return found
 
 
 def weights_in(path: Path) -> Path:
@@ -123,6 +205,17 @@ def read_weights(path: Path) -> list[RawTensor]:
     if not stored:
         raise CheckpointError(f"{path} holds no model/*.safetensors: nothing to export")
     return [RawTensor(name, tensor.dtype, tensor.shape, tensor.read) for name, tensor in stored.items()]
+
+
+def _is_form(entry: Any) -> bool:
+    """Return whether `entry` is an element type with the sizes of the dimensions of a tensor."""
+    if not isinstance(entry, list) or not entry or not isinstance(entry[0], str):
+        return False
+    return entry[0] in ITEM_BYTES and all(map(COUNT.holds, entry[1:]))
+
+
+def _aliases(metadata: Mapping[str, str], file: Path) -> dict[str, str]:
+    return {name: str(owner) for name, owner in _table(metadata, "aliases", file).items()}
 
 
 def _table(metadata: Mapping[str, str], key: str, file: Path) -> dict[str, Any]:

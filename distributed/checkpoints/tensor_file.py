@@ -158,7 +158,8 @@ def read_raw(path: Path) -> tuple[list[RawTensor], dict[str, str]]:
         source = _Source(path, data, 8 + length, os.fstat(file.fileno()), active_checks())
     metadata = content.pop("__metadata__", None) or {}
     # Each entry is freed as soon as it is converted, because the entries of 100,000 tensors take 60 MB.
-    return [_raw_tensor(name, content.pop(name), source, path.name) for name in list(content)], metadata
+    file_name = path.name
+    return [_raw_tensor(name, content.pop(name), source, file_name) for name in list(content)], metadata
 
 
 @dataclass(frozen=True, slots=True)

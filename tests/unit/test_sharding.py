@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import weakref
 from pathlib import Path
@@ -16,8 +17,9 @@ from distributed.backends._torch.sharding import StandIns  # noqa: E402
 from distributed.backends._torch.tensor_io import write_file  # noqa: E402
 from distributed.backends._torch.tensors import saves_its_parameters  # noqa: E402
 from distributed.checkpoints import digests  # noqa: E402
-from distributed.checkpoints.shards import read_tensors  # noqa: E402
+from distributed.checkpoints.shards import read_tensors, sharding_metadata  # noqa: E402
 from distributed.checkpoints.staging import Staging  # noqa: E402
+from distributed.errors import CheckpointError  # noqa: E402
 from distributed.state import WorkerContext  # noqa: E402
 
 
@@ -105,6 +107,87 @@ def test_held_slots_give_each_rank_any_part_and_its_own_part_is_read_at_once(tmp
                 assert torch.equal(part, tensor.reshape(-1)[first:end]), "this rank's part was not read before"
             for file, content in contents.items():
                 file.write_bytes(content)
+
+
+def row_cuts(draw: random.Random, tensors: dict[str, torch.Tensor], world_size: int) -> list[dict[str, int]]:
+    """Return cuts between rows, so that each rank has at most one piece of each tensor, as FSDP cuts them."""
+    inner = {name: sorted(draw.choices(range(len(tensor) + 1), k=world_size - 1)) for name, tensor in tensors.items()}
+    cuts = [
+        {name: inner[name][number] * (tensor.numel() // max(1, len(tensor))) for name, tensor in tensors.items()}
+        for number in range(world_size - 1)
+    ]
+    return [dict.fromkeys(tensors, 0), *cuts, {name: tensor.numel() for name, tensor in tensors.items()}]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_rank_reads_its_own_file_and_others_only_if_it_needs_them(tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    tensors = {name: tensor for name, tensor in drawn_tensors(draw).items() if tensor.dim()}
+    world_size = draw.randint(1, 4)
+    cuts = row_cuts(draw, tensors, world_size)
+    saved(tmp_path / "model", tensors, cuts)
+    in_full, _ = read_tensors(tmp_path / "model")
+    for rank in range(world_size):
+        stored, _ = read_tensors(tmp_path / "model", (rank, world_size))
+        assert {name: (each.dtype, each.shape) for name, each in stored.items()} == {
+            name: (each.dtype, each.shape) for name, each in in_full.items()
+        }
+        if draw.random() < 0.5:  # a part that is not its own
+            for name, tensor in tensors.items():
+                assert torch.equal(sharding.read(stored[name]), tensor)
+                start = tuple(draw.randint(0, size) for size in tensor.shape)
+                shape = tuple(draw.randint(0, size - begin) for begin, size in zip(start, tensor.shape, strict=True))
+                part = tensor[tuple(slice(b, b + n) for b, n in zip(start, shape, strict=True))]
+                assert bytes(stored[name].read((start, shape))) == part.numpy().tobytes()
+
+    rank = draw.randrange(world_size)
+    stored, _ = read_tensors(tmp_path / "model", (rank, world_size))
+    for path in (tmp_path / "model").glob("model-0*"):
+        if path.name != f"model-{rank + 1:05d}-of-{world_size:05d}.safetensors":
+            path.unlink()
+    assert float(sharding.read(stored["step"])) == 3
+    for name, tensor in tensors.items():
+        part = tensor.reshape(-1)[cuts[rank][name] : cuts[rank + 1][name]]
+        rows = part.numel() // max(1, tensor[:1].numel()) if tensor.numel() else 0
+        box = ((cuts[rank][name] // max(1, tensor[:1].numel()), *[0] * (tensor.dim() - 1)), (rows, *tensor.shape[1:]))
+        assert bytes(stored[name].read(box)) == part.numpy().tobytes()
+
+
+WHOLES = {"w": ["F32", 4, 3]}
+
+
+@pytest.mark.parametrize(
+    "wholes",
+    ["{", "[]", {}, {"w": []}, {"w": ["F32", 4]}, {"w": ["F32", 1, 3]}, {"w": ["F32", -4, 3]}, {"w": ["F64", 4, 3]}, {"w": ["F3", 4, 3]},
+     {"w": ["F32", 10**30, 3]}, {"w": {"F32": 4}}, {"w": [["F32"], 4, 3]}],
+)  # fmt: skip
+def test_damaged_shapes_of_whole_tensors_are_refused(tmp_path: Path, wholes: object) -> None:
+    def write(content: object) -> None:
+        metadata = sharding_metadata({"w": (2, 0)}) | {
+            "whole_tensors": content if isinstance(content, str) else json.dumps(content)
+        }
+        write_file(tmp_path / "model" / "model-00002-of-00002.safetensors", {"w": torch.ones(2, 3)}, metadata)
+
+    write(WHOLES)
+    assert read_tensors(tmp_path / "model", (1, 2))[0]["w"].shape == (4, 3)
+    (tmp_path / "model" / "model-00002-of-00002.safetensors").unlink()
+    write(wholes)
+    with pytest.raises(CheckpointError, match=r"damaged|is not one of a tensor"):
+        read_tensors(tmp_path / "model", (1, 2))
+
+
+def test_pieces_that_make_another_tensor_than_the_own_file_says_are_refused(tmp_path: Path) -> None:
+    tensors = {"w": torch.randn(4, 3)}
+    saved(tmp_path / "model", tensors, [{"w": 0}, {"w": 6}, {"w": 12}])
+    stored, _ = read_tensors(tmp_path / "model", (0, 2))
+    (tmp_path / "model" / "model-00002-of-00002.safetensors").unlink()
+    write_file(
+        tmp_path / "model" / "model-00002-of-00002.safetensors",
+        {"w": torch.ones(1, 3)},
+        sharding_metadata({"w": (2, 0)}),
+    )
+    with pytest.raises(CheckpointError, match=r"the pieces of w do not form one tensor of F32 and shape \[4, 3\]"):
+        stored["w"].read()
 
 
 def test_a_stand_in_has_no_memory_and_a_parameter_takes_its_place() -> None:

@@ -52,6 +52,7 @@ class HeldSlots:
         self, parameter: torch.Tensor, slot: str, stored: StoredTensor, dtype: torch.dtype
     ) -> list[Callable[[], None]]:
         """Keep a tensor. Return functions that read the pieces that this rank has saved. They may run in any thread."""
+        stored = stored.in_full()
         readers: list[Callable[[], None]] = []
         pieces = []
         for start, raw in stored.pieces:

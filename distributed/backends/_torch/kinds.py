@@ -159,7 +159,7 @@ class TorchKind:
 
     def begin_load_model(self, directory: Path, left_out: Collection[str]) -> BegunLoad:
         """Begin what `load_model` does."""
-        return tensors.begin_load_model(self.module, directory, left_out)
+        return tensors.begin_load_model(self.module, directory, left_out, self.context)
 
     def save_optimizer(self, optimizer: torch.optim.Optimizer, directory: Path) -> dict[str, Any]:
         return optimizer_state.save_optimizer(optimizer, tensors.named_parameters(self.module), directory, self.context)
@@ -176,7 +176,7 @@ class TorchKind:
         `held` gets the tensors of a parameter's shape, if there is one.
         """
         return optimizer_state.begin_load_optimizer(
-            optimizer, tensors.named_parameters(self.module), directory, content, held
+            optimizer, tensors.named_parameters(self.module), directory, content, held, self.context
         )
 
     def export(self, path: Path) -> None:

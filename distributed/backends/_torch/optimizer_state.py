@@ -93,6 +93,7 @@ def begin_load_optimizer(
     directory: Path,
     content: Mapping[str, Any],
     held: HoldsSlots | None = None,
+    context: WorkerContext = ALONE,
 ) -> BegunLoad:
     """Begin what `load_optimizer` does.
 
@@ -107,7 +108,7 @@ def begin_load_optimizer(
         )
     names = _names(optimizer, parameters)
     _check_groups(optimizer, names, content["groups"])
-    stored, _ = read_tensors(directory / OPTIMIZER)
+    stored, _ = read_tensors(directory / OPTIMIZER, (context.rank, context.world_size))
     by_name = {names[id(p)]: (p, group) for group in optimizer.param_groups for p in group["params"]}
     if (key := next((key for key in stored if _of_slot(key)[0] not in by_name), None)) is not None:
         raise CheckpointError(f"checkpoint from another model: its optimizer holds {key}")

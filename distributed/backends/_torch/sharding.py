@@ -17,9 +17,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distributed.backends._torch.tensor_io import dtype_of, raw_bytes, tensor_of, wait_for_copies, write_file
+from distributed.backends._torch.tensor_io import (
+    dtype_of,
+    dtype_word,
+    raw_bytes,
+    tensor_of,
+    wait_for_copies,
+    write_file,
+)
 from distributed.checkpoints.durable import kept_files
-from distributed.checkpoints.shards import Box, StoredTensor, sharding_metadata
+from distributed.checkpoints.shards import Box, StoredTensor, name_of_pieces, name_of_whole, sharding_metadata
 from distributed.state import WorkerContext
 
 if TYPE_CHECKING:
@@ -27,7 +34,9 @@ if TYPE_CHECKING:
 
 
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]  # (index of the first element in the whole tensor, the piece)
-Places = Mapping[str, torch.Tensor]  # name -> memory of the shape of the part that a file has of this tensor
+Place = tuple[
+    str, int, torch.Tensor
+]  # (name of a tensor, number of this rank's piece, memory of the shape of the piece)
 
 
 class StandIns:
@@ -174,37 +183,39 @@ def write(
 ) -> None:
     """Write this rank's part of `tensors` into `directory`. All ranks must call it.
 
-    The main process writes whole tensors. If all tensors are whole there is one file, else one file per rank, and further ones for
-    tensors of which a rank has several pieces. If the files are kept in memory and the last save had the same tensors there, they are
-    copied to the same places.
+    The main process writes whole tensors. If all tensors are whole there is one file. Otherwise there is one for the whole tensors, one
+    for the pieces of each rank, and further ones if a rank has several pieces of a tensor. If the files are kept in memory and the last
+    save had the same tensors there, they are copied to the same places.
     """
-    whole_file, kept = directory / f"{stem}.safetensors", kept_files()
-    own_files = [whole_file, directory / _name_of_pieces(stem, 0, context)]
-    if kept is not None and any(kept.copy_again(first, tensors, metadata) for first in own_files):
+    own_file, kept = directory / name_of_pieces(stem, context.rank, context.world_size), kept_files()
+    one_file, whole_file = directory / f"{stem}.safetensors", directory / name_of_whole(stem)
+    if kept is not None and any(
+        kept.copy_again(first, tensors, metadata) for first in (own_file, whole_file, one_file)
+    ):
         directory.mkdir(parents=True, exist_ok=True)
         return
     pieces = {name: _pieces(tensor) for name, tensor in tensors.items() if is_in_pieces(tensor)}
-    places: dict[Path, Places] = {}  # of the files in memory
-    if not pieces:
-        if context.is_main_process:
-            places[whole_file] = write_file(whole_file, tensors, metadata)
-    else:
-        whole = {name: tensor for name, tensor in tensors.items() if context.is_main_process and name not in pieces}
-        for number in range(max(1, *map(len, pieces.values()))):
+    whole = {name: tensor for name, tensor in tensors.items() if name not in pieces}
+    places: dict[Path, list[Place]] = {}  # of the files in memory
+
+    def add(file: Path, parts: Mapping[str, torch.Tensor], number: int, of_file: Mapping[str, str]) -> None:
+        found = write_file(file, parts, of_file)
+        places[file] = [(name, number, place) for name, place in found.items()]
+
+    if context.is_main_process and (whole or not pieces):
+        add(whole_file if pieces else one_file, whole, 0, {} if pieces else metadata)
+    if pieces:
+        wholes = {name: (dtype_word(name, tensors[name]), tensors[name].shape) for name in pieces}
+        num_files = max(1, *map(len, pieces.values()))
+        for number in range(num_files):
             layer = {name: found[number] for name, found in pieces.items() if number < len(found)}
-            starts = {name: (0,) * tensor.dim() for name, tensor in whole.items()}
-            of_file = sharding_metadata(starts | {name: start for name, (start, _) in layer.items()})
-            of_file |= {} if number else metadata
-            file = directory / _name_of_pieces(stem, number, context)
-            places[file] = write_file(file, {name: piece for name, (_, piece) in layer.items()} | whole, of_file)
-            whole = {}
+            starts = {name: start for name, (start, _) in layer.items()}
+            of_file = sharding_metadata(starts, wholes if num_files == 1 else None) | ({} if number else metadata)
+            part = f"{stem}-{number}" if number else stem
+            file = directory / name_of_pieces(part, context.rank, context.world_size)
+            add(file, {name: piece for name, (_, piece) in layer.items()}, number, of_file)
     if kept is not None and places:
-        kept.repeats([*places], _CopyAgain(tensors, metadata, [*places.values()]))
-
-
-def _name_of_pieces(stem: str, number: int, context: WorkerContext) -> str:
-    part = f"{stem}-{number}" if number else stem
-    return f"{part}-{context.rank + 1:05d}-of-{context.world_size:05d}.safetensors"
+        kept.repeats([*places], _CopyAgain(tensors, metadata, [each for found in places.values() for each in found]))
 
 
 class _CopyAgain:
@@ -213,11 +224,11 @@ class _CopyAgain:
     Args:
         tensors: all tensors that `write` got, by name. They are not kept alive.
         metadata: what it got as metadata.
-        places: for each file of this rank, the places of the parts in it. The second file has the second pieces, and so on.
+        places: where the parts are that this rank writes.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Sequence[Places]
+        self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Sequence[Place]
     ) -> None:
         self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
         self._metadata, self._places = dict(metadata), places
@@ -228,11 +239,7 @@ class _CopyAgain:
             return False
         if any(self._tensors[name]() is not tensor for name, tensor in tensors.items()):
             return False
-        parts = [
-            (place, _part(tensors[name], number))
-            for number, places in enumerate(self._places)
-            for name, place in places.items()
-        ]
+        parts = [(place, _part(tensors[name], number)) for name, number, place in self._places]
         if any(part.shape != place.shape or part.dtype != place.dtype for place, part in parts):
             return False
         for place, part in parts:
@@ -242,7 +249,7 @@ class _CopyAgain:
 
 
 def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the piece of `tensor` that `write` writes into the file `number` of this rank. An empty tensor if there is none."""
+    """Return the piece `number` of `tensor` that this rank writes. An empty tensor if there is none."""
     stand_ins = _stand_ins.get()
     if stand_ins is None or (pieces := stand_ins.pieces(tensor)) is None:
         return local(tensor).detach()

@@ -112,9 +112,11 @@ def load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str
     load.finish()
 
 
-def begin_load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str] = ()) -> BegunLoad:
+def begin_load_model(
+    model: torch.nn.Module, directory: Path, left_out: Collection[str] = (), context: WorkerContext = ALONE
+) -> BegunLoad:
     """Begin what `load_model` does, without a change of the model. Raises its errors."""
-    stored, aliases = read_tensors(directory / MODEL)
+    stored, aliases = read_tensors(directory / MODEL, (context.rank, context.world_size))
     stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
     own = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
     _check_same_model(own, stored, directory)
