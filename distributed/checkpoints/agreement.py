@@ -57,8 +57,9 @@ _KINDS: dict[str, type[OSError | DistributedError]] = {
 class Agreement:
     """Run actions so that their disk errors and user errors are raised on every rank.
 
-    Only OSError and DistributedError are agreed on; other exceptions pass through on the rank where they occur. An
-    action may take longer than `timeout_s` as long as its process is alive.
+    Only OSError and DistributedError are agreed on. A rank that raises another exception does not wait for the others, which raise
+    TrainingError with its message, or wait in the next collective if the action runs on the main process only. An action may take
+    longer than `timeout_s` as long as its process is alive.
     """
 
     def __init__(self, world: Ranks, timeout_s: float) -> None:
@@ -89,9 +90,8 @@ class Agreement:
     def on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank and return this rank's own result.
 
-        Every rank must call it. If the action fails on any rank, every rank raises. A failing rank raises its own error, and
-        the other ranks raise the error of the first failing rank. A DistributedError of one rank takes precedence over an
-        OSError of another.
+        Every rank must call it. If the action fails on any rank, every rank raises: a failing rank its own error, and another rank that
+        of the first failing rank. If some ranks raise a DistributedError and others an OSError, only the first count as failing.
         """
         error: OSError | DistributedError | None = None
         with self._turn(everybody=True) as turn:
@@ -99,9 +99,6 @@ class Agreement:
                 value = action()
             except (OSError, DistributedError) as raised:
                 error, turn.said = raised, described(raised)
-            except BaseException as raised:  # this rank ends, and the others must not count it as done
-                turn.said = _said_of(raised)
-                raise
         if heard := turn.heard:
             refusals = {rank: said for rank, said in heard.items() if said["kind"] != "disk"}
             _raise_together(error, refusals or heard, self.context.rank)
@@ -139,7 +136,7 @@ class Agreement:
             return
         if self._turns is None:  # the name is random because other agreements of this process may use the same store
             name = self.world.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
-            self._turns = Turns(store, self.context, name=name, timeout_s=self._timeout_s)
+            self._turns = Turns(store, self.context, name=name, timeout_s=self._timeout_s, describe=_said_of)
         with self._turns.turn(everybody=everybody) as turn:
             yield turn
 
@@ -160,7 +157,7 @@ def _said_of(error: BaseException, before: str = "") -> dict[str, Any]:
 def described(error: OSError | DistributedError) -> dict[str, Any]:
     """Return an error as JSON, for `rebuilt` on another rank."""
     if isinstance(error, OSError):
-        return {"kind": "disk", "errno": error.errno, "message": error.strerror or str(error)}
+        return {"kind": "disk", "errno": error.errno, "message": str(error.strerror or error)}
     kinds = (kind for kind, cls in _KINDS.items() if isinstance(error, cls))
     return {"kind": next(kinds, "training"), "message": str(error)}
 

@@ -13,7 +13,7 @@ _active: contextvars.ContextVar[PartChecks | None] = contextvars.ContextVar("_ac
 
 @dataclass(frozen=True, eq=False)
 class FilePart:
-    """A part of a file of a checkpoint: its first byte, its size in bytes and its digest. Equal to itself alone."""
+    """A part of a file of a checkpoint: its first byte, its size in bytes and its digest. Equal only to itself."""
 
     file: Path
     begin: int

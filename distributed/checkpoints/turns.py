@@ -7,10 +7,10 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from distributed.errors import DistributedError, TrainingError
+from distributed.errors import TrainingError
 from distributed.state import WorkerContext
 
 _FIRST_PAUSE_S = 0.0001
@@ -24,7 +24,7 @@ class Turn:
 
     Attributes:
         said: what this rank says at the end of its work, JSON-able, or None.
-        heard: rank -> what it said, without the ranks that said nothing. Complete after the block, if every rank works in it.
+        heard: rank -> what it said, without the ranks that said nothing. Set after a block in which every rank works.
     """
 
     def __init__(self) -> None:
@@ -38,45 +38,74 @@ class Turns:
     A working rank counts heartbeats in `store`, which all ranks share (see `World.key_value_store`). Ranks that wait
     for a working rank give up when it has sent no heartbeat for `timeout_s` seconds, because its process or its machine
     hangs.
+
+    Args:
+        store: the store.
+        context: the rank of this process.
+        name: prefix of the keys in the store that only these turns use.
+        timeout_s: seconds.
+        describe: returns what a rank says if an error ends its turn, JSON-able.
     """
 
-    def __init__(self, store: Any, context: WorkerContext, *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Any,
+        context: WorkerContext,
+        *,
+        name: str,
+        timeout_s: float,
+        describe: Callable[[BaseException], Any],
+    ) -> None:
         self._store, self._context, self._name, self._timeout_s = store, context, name, timeout_s
+        self._describe = describe
         self._num_over = 0
+        self._was_alone = False  # whether this rank has not waited for the others at the end of the last turn
 
     @contextlib.contextmanager
     def turn(self, *, everybody: bool) -> Iterator[Turn]:
         """Enter a block in which every rank works (`everybody`), or only the main process. Every rank must enter it.
 
-        A rank whose block raises an error does not wait for the others, which hear what it said before the error. Raises TrainingError
-        on the waiting ranks if the rank that they wait for sends no heartbeat.
+        If the block raises an error, this rank does not wait for the others. If every rank works in the block, the others hear what it
+        has said by then, or else the description of the error. Raises TrainingError on the waiting ranks if the rank that they wait for
+        sends no heartbeat.
         """
-        turn, signals = Turn(), _Signals(self._store, self._context, self._name, self._num_over, self._timeout_s)
-        signals.start(turn, everybody=everybody)
+        turn = Turn()
+        signals = _Signals(self._store, self._context, self._name, self._num_over, self._timeout_s, turn)
         try:
+            signals.start(everybody=everybody, after_alone=self._was_alone)
+            self._was_alone = False
             yield turn
-        except BaseException:
-            signals.end_alone()
+            signals.end()
+        except BaseException as error:
+            self._was_alone = True
+            signals.end_alone(self._describe(error))
             raise
-        signals.end()
-        self._num_over += 1
+        finally:
+            self._num_over += 1
 
 
 class _Signals:
     """The signals of this rank and of those that it waits for, in one turn. A thread uses the store, because a call to a hung store
     never returns."""
 
-    def __init__(self, store: Any, context: WorkerContext, name: str, num_over: int, timeout_s: float) -> None:
-        self._store, self._context, self._name = store, context, name
+    def __init__(
+        self, store: Any, context: WorkerContext, name: str, num_over: int, timeout_s: float, turn: Turn
+    ) -> None:
+        self._store, self._context, self._name, self._turn = store, context, name, turn
         self._num_over, self._timeout_s = num_over, timeout_s
-        self._is_done, self._is_given_up = threading.Event(), threading.Event()
+        self._is_done, self._is_alone = threading.Event(), threading.Event()
         # The number of a rank for each of its heartbeats, and None when the turn is over.
         self._seen: queue.SimpleQueue[int | Exception | None] = queue.SimpleQueue()
         self._num_beats, self._last_beat = 0, time.monotonic()
+        self._thread: threading.Thread | None = None
 
-    def start(self, turn: Turn, *, everybody: bool) -> None:
-        """Send heartbeats if this rank works, until `end`."""
-        self._thread = threading.Thread(target=self._run, args=(turn, everybody), name="distributed-turn", daemon=True)
+    def start(self, *, everybody: bool, after_alone: bool) -> None:
+        """Start the thread. It sends heartbeats if this rank works, until `end`, and waits for other ranks then.
+
+        If this rank has ended the last turn alone (`after_alone`), the thread first waits until the main process has heard it.
+        """
+        args = (everybody, after_alone)
+        self._thread = threading.Thread(target=self._run, args=args, name="distributed-turn", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -92,55 +121,70 @@ class _Signals:
             raise TrainingError(
                 f"rank {rank} did not respond for {self._timeout_s:g} s (timeout_s): it hangs, or its machine does"
             ) from None
-        finally:
-            self._is_given_up.set()
 
-    def end_alone(self) -> None:
-        """End the turn of this rank without waiting for the others, because its block raised an error."""
-        self._is_given_up.set()
+    def end_alone(self, said: Any) -> None:
+        """End the turn of this rank without waiting for the others, which hear `said` if this rank has said nothing."""
+        if self._turn.said is None:
+            self._turn.said = said
+        self._is_alone.set()
         self._is_done.set()
-        self._thread.join(_ALONE_S)
+        if self._thread is not None:
+            self._thread.join(_ALONE_S)
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self, turn: Turn, everybody: bool) -> None:
+    def _run(self, everybody: bool, after_alone: bool) -> None:
         is_main = self._context.is_main_process
-        works = is_main or everybody
         try:
-            while works and not self._is_done.wait(self._timeout_s / 4):
+            if after_alone and not is_main:
+                self._wait_for(0, self._num_over)
+            while (is_main or everybody) and not self._is_done.wait(self._timeout_s / 4):
                 self._beat()
             if everybody and is_main:
-                # other ranks wait for the main process, which therefore waits for all
-                others = range(0) if self._is_given_up.is_set() else range(1, self._context.world_size)
-                said = {0: turn.said, **{rank: self._wait_for(rank) for rank in others}}
-                turn.heard = {rank: each for rank, each in said.items() if each is not None}
-                self._store.set(self._key("heard"), json.dumps(turn.heard))
-            if works:
-                self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(turn.said)}")
+                self._turn.heard = {rank: said for rank, said in self._gathered().items() if said is not None}
+                self._store.set(self._key("heard"), f"{self._num_over + 1} {json.dumps(self._turn.heard)}")
+            if is_main or everybody:
+                self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(self._turn.said)}")
             if not is_main:
                 self._wait_for(0)
             if everybody and not is_main:
-                # No later turn has replaced it, because the main process would wait there for this rank.
-                heard = json.loads(self._store.get(self._key("heard")))
-                turn.heard = {int(rank): each for rank, each in heard.items()}
+                self._turn.heard = self._heard()
             self._seen.put(None)
-        except (RuntimeError, DistributedError) as error:  # the store's host has ended, or another program writes to it
+        except Exception as error:  # top frame of the thread: `end` raises it. Such as: the store's host has ended
             self._seen.put(error)
+
+    def _gathered(self) -> dict[int, Any]:
+        """Return what all ranks say at the end of their work, or what this rank says, if it ends its turn alone."""
+        said = {}
+        with contextlib.suppress(_AloneError):
+            # other ranks wait for the main process, which therefore waits for all
+            said = {rank: self._wait_for(rank) for rank in range(1, self._context.world_size)}
+        return {0: self._turn.said, **said}
+
+    def _heard(self) -> dict[int, Any]:
+        number, _, content = self._store.get(self._key("heard")).decode().partition(" ")
+        if int(number) != self._num_over + 1:
+            raise TrainingError("rank 0 has ended a later turn alone, because it was interrupted")
+        return {int(rank): said for rank, said in json.loads(content).items()}
 
     def _beat(self) -> None:
         self._num_beats, self._last_beat = self._num_beats + 1, time.monotonic()
         self._store.set(self._key(self._context.rank), f"{self._num_over} {self._num_beats} null")
 
-    def _wait_for(self, rank: int) -> Any:
-        """Wait until the work of `rank` is over, and return what it said."""
+    def _wait_for(self, rank: int, num_over: int | None = None) -> Any:
+        """Wait until `num_over` turns, by default all up to this one, are over for `rank`, and return what it said at the end.
+
+        Raises _AloneError if this rank ends its turn alone.
+        """
+        wanted = self._num_over + 1 if num_over is None else num_over
         before, pause_s = "", _FIRST_PAUSE_S
         self._seen.put(rank)
-        while not self._is_over(found := self._look(rank)):
+        while not (found := self._look(rank)) or int(found.split(" ", 1)[0]) < wanted:
             if found != before:
                 self._seen.put(rank)
             before = found
-            if self._is_given_up.wait(pause_s):
-                raise RuntimeError("given up")
+            if self._is_alone.wait(pause_s):
+                raise _AloneError
             if self._context.is_main_process and time.monotonic() > self._last_beat + self._timeout_s / 4:
                 self._beat()
             pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
@@ -150,8 +194,9 @@ class _Signals:
         key = self._key(rank)
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _is_over(self, found: str) -> bool:
-        return bool(found) and int(found.split(" ", 1)[0]) > self._num_over
-
     def _key(self, what: int | str) -> str:
         return f"{self._name}/{what}"
+
+
+class _AloneError(Exception):
+    """This rank does not wait for the others."""

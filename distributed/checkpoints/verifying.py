@@ -64,8 +64,10 @@ def verify_unread(path: Path, checks: PartChecks, names: Iterable[str]) -> None:
     unread: dict[Path, list[FilePart]] = {}
     for part in checks.unread:
         unread.setdefault(part.file, []).append(part)
-    stop, left = threading.Event(), [(name, unread.get(path / name)) for name in names]
-    run_in_threads([functools.partial(_verify_parts, path, name, parts, stop) for name, parts in left if parts], stop)
+    stop = threading.Event()  # a file without unread parts is opened too, because it may be lost
+    run_in_threads(
+        [functools.partial(_verify_parts, path, name, unread.get(path / name, []), stop) for name in names], stop
+    )
 
 
 def part_to_verify(

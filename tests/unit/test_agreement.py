@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from distributed.checkpoints import turns
 from distributed.checkpoints.agreement import Agreement
 from distributed.errors import CheckpointError, TrainingError
 from tests.unit.test_checkpoint import OneOf, Threads
@@ -55,7 +58,81 @@ def test_an_error_that_is_not_agreed_on_ends_the_turn_of_the_other_ranks_at_once
         assert str(error) == f"rank {failing}: ValueError: a bug"
 
 
-def test_thousands_of_turns_in_a_row_mix_up_no_answers() -> None:
+def test_an_agreement_can_be_used_again_after_an_error_that_is_not_agreed_on() -> None:
+    threads = Threads(3)
+
+    def rank_of(rank: int) -> list[str]:
+        agreement, found = Agreement(OneOf(rank, threads), 5), []
+        for number in range(6):
+
+            def act(number: int = number) -> str:
+                if number % 2 == 0 and rank == number // 2:
+                    raise ValueError(f"bug {number}")
+                return f"done {number}"
+
+            try:
+                found.append(agreement.on_all(act))
+            except (ValueError, TrainingError) as error:
+                found.append(str(error).removeprefix(f"rank {number // 2}: ValueError: "))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        rows = [each.result(30) for each in [pool.submit(rank_of, rank) for rank in range(3)]]
+    assert rows == [["bug 0", "done 1", "bug 2", "done 3", "bug 4", "done 5"]] * 3
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_if_the_wait_of_a_rank_is_interrupted_the_others_do_not_take_its_work_for_done(
+    monkeypatch: pytest.MonkeyPatch, interrupted: int
+) -> None:
+    """A rank that has done its work may leave. The main process cannot know then how the others have ended."""
+    threads = Threads(3)
+
+    class Queue(queue.SimpleQueue[Any]):
+        def get(self, *args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name == f"rank-{interrupted}":
+                raise KeyboardInterrupt
+            return super().get(*args, **kwargs)
+
+    monkeypatch.setattr(turns.queue, "SimpleQueue", Queue)
+    found: dict[int, Any] = {}
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = Agreement(OneOf(rank, threads), 5).on_all(lambda: time.sleep(0.3 * (rank == 2)) or "done")
+        except BaseException as error:
+            found[rank] = error
+
+    ranks = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(3)]
+    for each in ranks:
+        each.start()
+    for each in ranks:
+        each.join(4)
+    assert isinstance(found.pop(interrupted), KeyboardInterrupt)
+    ends = [str(end) for end in found.values()]
+    stopped = [f"rank {interrupted}: KeyboardInterrupt"] * 2
+    assert ends == stopped or (interrupted and ends == ["done"] * 2)
+
+
+@pytest.mark.parametrize("value", ["7", "x y z", "9 0 {"])
+def test_another_program_that_writes_to_the_store_is_an_error_at_once(value: str) -> None:
+    threads = Threads(2)
+    agreement = Agreement(OneOf(0, threads), 5)
+
+    def act() -> None:
+        (name,) = {key.partition("/")[0] for key in threads.values} or {agreement._turns._name}
+        threads.set(f"{name}/1", value)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(threads.share, 1, None)  # the name of the turns
+        began = time.monotonic()
+        with pytest.raises((ValueError, IndexError)):
+            agreement.on_all(act)
+        other.result(5)
+    assert time.monotonic() - began < 4
+
+
+def test_hundreds_of_turns_in_a_row_mix_up_no_answers() -> None:
     """Ranks enter and leave at different times; in some turns, one of them fails."""
     threads = Threads(3)
 

@@ -199,6 +199,19 @@ def test_parts_cover_the_file_and_are_the_same_however_it_is_written(tmp_path: P
     assert all(size == LARGE or size < digests.LARGE_BYTES for size in sizes)
 
 
+@pytest.mark.parametrize("name", ["model/model.safetensors", "rng/rank-0.safetensors"])
+def test_a_file_that_is_lost_between_the_search_and_the_load_is_noticed_and_the_one_before_is_loaded(
+    tmp_path: Path, name: str
+) -> None:
+    save_twice(rig(tmp_path))
+    one = rig(tmp_path)
+    path = one.store.find()
+    assert path is not None and path.name == "step-00000002"
+    (path / name).unlink()
+    assert one.store.resume(path)[0].name == "step-00000001"
+    assert any("damaged" in message and name in message for message in one.messages), one.messages
+
+
 def test_small_files_have_no_parts(tmp_path: Path) -> None:
     path = rig(tmp_path).save(1)
     assert [record.parts for record in read_manifest(path).files.values()] == [()] * 3

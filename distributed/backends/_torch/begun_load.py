@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from distributed.checkpoints.reading import run_in_threads
-from distributed.errors import CheckpointError
 
 
 def _nothing() -> None: ...
@@ -18,7 +17,7 @@ class BegunLoad(NamedTuple):
     Attributes:
         finish: does what is left after `reads`.
         reads: fill tensors from the files. They may run in any order and in any threads.
-        give_up: called in place of `finish` if one of `reads` has failed.
+        give_up: called in place of `finish` if `reads` have failed or were interrupted.
     """
 
     finish: Callable[[], None]
@@ -30,7 +29,7 @@ def read(*loads: BegunLoad) -> None:
     """Read the tensors of several loads. Raises the CheckpointError of a file that cannot be read."""
     try:
         run_in_threads([task for load in loads for task in load.reads])
-    except CheckpointError:
+    except BaseException:
         for load in loads:
             load.give_up()
         raise

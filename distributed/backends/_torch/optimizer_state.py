@@ -97,7 +97,7 @@ def begin_load_optimizer(
 ) -> BegunLoad:
     """Begin what `load_optimizer` does.
 
-    Nothing changes until `finish` but the values of the tensors that are read. The tensors of a parameter's shape are given to `held`, if there is
+    Until `finish`, only the values of the tensors that are read change. The tensors of a parameter's shape are given to `held`, if there is
     one, and not to the optimizer. Raises the errors of `load_optimizer`.
     """
     _check_kinds(content)

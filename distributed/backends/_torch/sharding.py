@@ -230,30 +230,41 @@ class _CopyAgain:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Sequence[Place]
     ) -> None:
-        self._tensors = {name: weakref.ref(tensor) for name, tensor in tensors.items()}
+        self._tensors = {name: (weakref.ref(tensor), _form(tensor)) for name, tensor in tensors.items()}
         self._metadata, self._places = dict(metadata), places
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
-        """Copy `tensors`, if they and the metadata are the same as before. Return whether they are."""
+        """Copy `tensors`, if they, their forms and the metadata are the same as before. Return whether they are.
+
+        If the tensors of a rank are in pieces no longer, this shows on all ranks.
+        """
         if metadata != self._metadata or tensors.keys() != self._tensors.keys():
             return False
-        if any(self._tensors[name]() is not tensor for name, tensor in tensors.items()):
-            return False
-        parts = [(place, _part(tensors[name], number)) for name, number, place in self._places]
-        if any(part.shape != place.shape or part.dtype != place.dtype for place, part in parts):
-            return False
-        for place, part in parts:
+        for name, tensor in tensors.items():
+            before, form = self._tensors[name]
+            if before() is not tensor or _form(tensor) != form:
+                return False
+        parts = [_part(tensors[name], number) for name, number, _ in self._places]
+        for (_, _, place), part in zip(self._places, parts, strict=True):
             place.copy_(part, non_blocking=True)
-        wait_for_copies(tensors.values())
+        wait_for_copies(parts)
         return True
 
 
+def _form(tensor: torch.Tensor) -> Any:
+    """Return what the header of a file says of a tensor: equal for two tensors that are written alike."""
+    stand_ins = _stand_ins.get()
+    if stand_ins is not None and (pieces := stand_ins.pieces(tensor)) is not None:
+        return tensor.dtype, tensor.shape, [(start, piece.shape) for start, piece in pieces]
+    return tensor.dtype, tensor.shape, box(tensor) if is_sharded(tensor) else None
+
+
 def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the piece `number` of `tensor` that this rank writes. An empty tensor if there is none."""
+    """Return the piece `number` of `tensor` that this rank writes."""
     stand_ins = _stand_ins.get()
     if stand_ins is None or (pieces := stand_ins.pieces(tensor)) is None:
         return local(tensor).detach()
-    return pieces[number][1] if number < len(pieces) else torch.empty(0)
+    return pieces[number][1]
 
 
 def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:

@@ -115,7 +115,7 @@ def load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str
 def begin_load_model(
     model: torch.nn.Module, directory: Path, left_out: Collection[str] = (), context: WorkerContext = ALONE
 ) -> BegunLoad:
-    """Begin what `load_model` does, without a change of the model. Raises its errors."""
+    """Begin what `load_model` does, after a check of names and shapes. The model does not change yet."""
     stored, aliases = read_tensors(directory / MODEL, (context.rank, context.world_size))
     stored |= {name: stored[owner] for name, owner in aliases.items() if owner in stored}
     own = {name: tensor for name, tensor in model_state(model).items() if name not in left_out}
