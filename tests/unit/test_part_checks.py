@@ -199,12 +199,17 @@ def test_parts_cover_the_file_and_are_the_same_however_it_is_written(tmp_path: P
     assert all(size == LARGE or size < digests.LARGE_BYTES for size in sizes)
 
 
-@pytest.mark.parametrize("name", ["model/model.safetensors", "rng/rank-0.safetensors"])
+@pytest.mark.parametrize("name", ["model/model.safetensors", "other.txt"])
 def test_a_file_that_is_lost_between_the_search_and_the_load_is_noticed_and_the_one_before_is_loaded(
     tmp_path: Path, name: str
 ) -> None:
-    save_twice(rig(tmp_path))
-    one = rig(tmp_path)
+    def save(backend: Tensors, directory: Path) -> dict[str, Any]:
+        (directory / "other.txt").write_text("nothing reads it")
+        return Tensors.save(backend, directory)
+
+    one = with_tensors(rig(tmp_path), save=save)
+    for step in (1, 2):
+        one.save(step)
     path = one.store.find()
     assert path is not None and path.name == "step-00000002"
     (path / name).unlink()
