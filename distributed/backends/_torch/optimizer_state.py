@@ -145,7 +145,8 @@ def begin_load_optimizer(
             if key not in targets:
                 like = parameter if tensor.shape == parameter.shape else None
                 dtype = _slot_dtype(tensor, parameter, key in own_dtype)
-                targets[key] = _placed(sharding.read(tensor, like), parameter, group, slot, dtype)
+                value = _placed(sharding.read(tensor, like), parameter, group, slot, dtype)
+                targets[key] = _filled(before.get((id(parameter), slot)), value)
             elif key not in readers:
                 sharding.copy(tensor, targets[key])
             optimizer.state[parameter][slot] = targets[key]
@@ -259,6 +260,14 @@ def _placed(
         on_device = group.get("capturable") or group.get("fused")
         return tensor.to(parameter.device if on_device else tensor.device, copy=True)
     return tensor.to(device=parameter.device, dtype=dtype, copy=True)
+
+
+def _filled(own: torch.Tensor | None, value: torch.Tensor) -> torch.Tensor:
+    """Return the optimizer's `own` tensor with the elements of `value` if it has the same form, else `value`."""
+    if own is None or type(own) is not torch.Tensor or type(value) is not torch.Tensor:
+        return value
+    is_like = (own.shape, own.dtype, own.device) == (value.shape, value.dtype, value.device)
+    return own.copy_(value) if is_like and own.is_contiguous() and not own.requires_grad else value
 
 
 def _without_functions(state: Any) -> Any:
