@@ -117,7 +117,7 @@ def sharding_metadata(
     offsets = {name: {"saved_offsets": list(start)} for name, start in sorted(starts.items())}
     metadata = {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
     if wholes is not None:
-        metadata[_WHOLES] = json.dumps({name: [dtype, *shape] for name, (dtype, shape) in wholes.items()})
+        metadata[_WHOLES] = json.dumps({name: [dtype, *shape] for name, (dtype, shape) in sorted(wholes.items())})
     return metadata
 
 

@@ -154,6 +154,16 @@ def test_a_rank_reads_its_own_file_and_others_only_if_it_needs_them(tmp_path: Pa
         assert bytes(stored[name].read(box)) == part.numpy().tobytes()
 
 
+def test_files_of_pieces_do_not_depend_on_the_order_of_the_tensors(tmp_path: Path) -> None:
+    """An optimizer has its slots in another order after a load."""
+    tensors = {name: torch.randn(4, 3) for name in "cab"}
+    cuts = [dict.fromkeys(tensors, 0), dict.fromkeys(tensors, 6), dict.fromkeys(tensors, 12)]
+    saved(tmp_path / "one", tensors, cuts)
+    saved(tmp_path / "other", dict(sorted(tensors.items())), cuts)
+    files = [sorted((tmp_path / name).iterdir()) for name in ("one", "other")]
+    assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
 WHOLES = {"w": ["F32", 4, 3]}
 
 
