@@ -130,8 +130,8 @@ class CheckpointStore:
         self._background: BackgroundSave | None = None
         self._name: str | None = None
         self._num_begun = 0
-        # Path and identity of the state saved or loaded last. The identity of a loaded one, "", is computed if it is needed.
-        self._current: tuple[Path, str] | None = None
+        # Path and identity of the state saved or loaded last. The identity of a loaded one, None, is computed if it is needed.
+        self._current: tuple[Path, str | None] | None = None
         # The checkpoint that `find` has returned last, and that of `open`, if `resume` has to verify large tensors of it.
         self._found: Path | None = None
         self._opened: Path | None = None
@@ -381,7 +381,7 @@ class CheckpointStore:
         if path == self._found:
             self._upload_rest()
         if self.context.is_main_process:
-            self._current = (path, "")
+            self._current = (path, None)
         return path, state
 
     def _save(self, target: Path, state: TrainState, config: Mapping[str, Any], best_value: float | None) -> None:

@@ -150,7 +150,7 @@ class _Signals:
             if everybody and not is_main:
                 self._turn.heard = self._heard()
             self._seen.put(None)
-        except Exception as error:  # top frame of the thread: `end` raises it. Such as: the store's host has ended
+        except Exception as error:  # top frame of a thread: `end` raises it, for example if the store's host has ended
             self._seen.put(error)
 
     def _gathered(self) -> dict[int, Any]:

@@ -24,10 +24,15 @@ def num_cores() -> int:
     return max(1, cores)
 
 
+def cores_of_each(processes: int) -> int:
+    """Return the share of `num_cores()` that each of `processes` processes has, at least 1."""
+    return max(1, num_cores() // max(1, processes))
+
+
 def cores_of_rank() -> int:
     """Return this process's share of `num_cores()`, at least 1, if it is one of the ranks on its node (LOCAL_WORLD_SIZE)."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, num_cores() // max(1, int(ranks) if ranks.isdecimal() else 1))
+    return cores_of_each(int(ranks) if ranks.isdecimal() else 1)
 
 
 def _limit() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from distributed.config.cores import num_cores
+from distributed.config.cores import cores_of_each, num_cores
 
 _MOST_PER_CORE = 4  # a start with more processes per core shows a warning
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -16,7 +16,7 @@ def thread_count(local_processes: int) -> int:
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) > 0:
         return int(threads)
-    return max(1, num_cores() // max(1, local_processes))
+    return cores_of_each(local_processes)
 
 
 def crowding(local_processes: int) -> str | None:

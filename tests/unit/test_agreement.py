@@ -96,12 +96,19 @@ def test_if_the_wait_of_a_rank_is_interrupted_the_others_do_not_take_its_work_fo
 
     monkeypatch.setattr(turns.queue, "SimpleQueue", Queue)
     found: dict[int, Any] = {}
+    has_left = threading.Event()  # the interrupted rank
+
+    def work(rank: int) -> str:
+        assert rank != 2 or has_left.wait(4)
+        return "done"
 
     def run(rank: int) -> None:
         try:
-            found[rank] = Agreement(OneOf(rank, threads), 5).on_all(lambda: time.sleep(0.3 * (rank == 2)) or "done")
+            found[rank] = Agreement(OneOf(rank, threads), 5).on_all(lambda: work(rank))
         except BaseException as error:
             found[rank] = error
+        if rank == interrupted:
+            has_left.set()
 
     ranks = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(3)]
     for each in ranks:

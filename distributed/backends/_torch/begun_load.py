@@ -25,6 +25,12 @@ class BegunLoad(NamedTuple):
     give_up: Callable[[], None] = _nothing
 
 
+def complete(load: BegunLoad) -> None:
+    """Do all that is left of a load. Raises the CheckpointError of a file that cannot be read."""
+    read(load)
+    load.finish()
+
+
 def read(*loads: BegunLoad) -> None:
     """Read the tensors of several loads. Raises the CheckpointError of a file that cannot be read."""
     try:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from distributed.backends._torch import modules, named_losses, optim, optimizer_state, recomputing, tensors
-from distributed.backends._torch.begun_load import BegunLoad, read
+from distributed.backends._torch.begun_load import BegunLoad, complete
 from distributed.backends._torch.objective import Objective
 from distributed.backends._torch.passes import Passes
 from distributed.backends._torch.schedule import Schedule
@@ -153,9 +153,7 @@ class TorchKind:
         return tensors.save_model(self.module, directory, self.context, self.left_out)
 
     def load_model(self, directory: Path, left_out: Collection[str]) -> None:
-        load = self.begin_load_model(directory, left_out)
-        read(load)
-        load.finish()
+        complete(self.begin_load_model(directory, left_out))
 
     def begin_load_model(self, directory: Path, left_out: Collection[str]) -> BegunLoad:
         """Begin what `load_model` does."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from distributed.backends._torch import sharding
-from distributed.backends._torch.begun_load import BegunLoad, read
+from distributed.backends._torch.begun_load import BegunLoad, complete
 from distributed.backends._torch.tensor_io import decode_state, dtype_of, encode_state, encode_tensor
 from distributed.backends._torch.tensors import ALONE, plain_name
 from distributed.checkpoints.shards import StoredTensor, read_tensors
@@ -82,9 +82,7 @@ def load_optimizer(
     capturable) do not change. Tensors that the optimizer has already are filled in place: new memory would cost more time than
     reading. Raises CheckpointError if the optimizer, its parameter groups or a shape differ.
     """
-    load = begin_load_optimizer(optimizer, parameters, directory, content)
-    read(load)
-    load.finish()
+    complete(begin_load_optimizer(optimizer, parameters, directory, content))
 
 
 def begin_load_optimizer(

@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 
 Pieces = list[tuple[tuple[int, ...], torch.Tensor]]  # (index of the first element in the whole tensor, the piece)
-Place = tuple[
-    str, int, torch.Tensor
-]  # (name of a tensor, number of this rank's piece, memory of the shape of the piece)
+# (name of a tensor, number of this rank's piece, memory of the shape of the piece)
+Place = tuple[str, int, torch.Tensor]
 
 
 class StandIns:
@@ -196,11 +195,11 @@ def write(
         return
     pieces = {name: _pieces(tensor) for name, tensor in tensors.items() if is_in_pieces(tensor)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in pieces}
-    places: dict[Path, list[Place]] = {}  # of the files in memory
+    files, places = list[Path](), list[Place]()
 
     def add(file: Path, parts: Mapping[str, torch.Tensor], number: int, of_file: Mapping[str, str]) -> None:
-        found = write_file(file, parts, of_file)
-        places[file] = [(name, number, place) for name, place in found.items()]
+        files.append(file)
+        places.extend((name, number, place) for name, place in write_file(file, parts, of_file).items())
 
     if context.is_main_process and (whole or not pieces):
         add(whole_file if pieces else one_file, whole, 0, {} if pieces else metadata)
@@ -214,8 +213,8 @@ def write(
             part = f"{stem}-{number}" if number else stem
             file = directory / name_of_pieces(part, context.rank, context.world_size)
             add(file, {name: piece for name, (_, piece) in layer.items()}, number, of_file)
-    if kept is not None and places:
-        kept.repeats([*places], _CopyAgain(tensors, metadata, [each for found in places.values() for each in found]))
+    if kept is not None and files:
+        kept.repeats(files, _CopyAgain(tensors, metadata, places))
 
 
 class _CopyAgain:

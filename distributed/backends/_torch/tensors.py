@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distributed.backends._torch import sharding
-from distributed.backends._torch.begun_load import BegunLoad, read
+from distributed.backends._torch.begun_load import BegunLoad, complete
 from distributed.backends._torch.generators import load_rng, save_rng
 from distributed.backends._torch.tensor_io import (
     dtype_of,
@@ -107,9 +107,7 @@ def load_model(model: torch.nn.Module, directory: Path, left_out: Collection[str
 
     Raises CheckpointError with the first missing and unexpected parameters and different shapes, all in one line.
     """
-    load = begin_load_model(model, directory, left_out)
-    read(load)
-    load.finish()
+    complete(begin_load_model(model, directory, left_out))
 
 
 def begin_load_model(
@@ -148,9 +146,7 @@ def load_weights(model: torch.nn.Module, weights: StoredWeights, *, strict: bool
     check_loaded(loaded, strict=strict)
     own = {name: own[name] for name in fitting}
     _check_tied(own, fitting)
-    copy = _begin_copy(model, own, fitting)
-    read(copy)
-    copy.finish()
+    complete(_begin_copy(model, own, fitting))
     return loaded
 
 
