@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from distributed.backends._ray.joining import connected
 from distributed.backends.base import If, Refusals
 from distributed.backends.ddp import OF_HOOKS, DDPBackend
-from distributed.backends.effects import HANGS, OF_CLUSTER, OUR_LAUNCHER, Need, Situation, of_launcher
+from distributed.backends.effects import OF_CLUSTER, OUR_LAUNCHER, Need, Situation, of_launcher
 from distributed.backends.fsdp import FSDPBackend
 from distributed.backends.torch_base import OF_WHOLE_MATRICES, PROCESS_GROUPS
 from distributed.config.fields import setting
@@ -38,15 +38,6 @@ def _of_cluster(where: Situation, name: str) -> str:
 _JOINED = Need("a cluster that is joined", _of_cluster)
 
 
-def _of_own_processes(where: Situation, name: str) -> str:
-    """Return why the setting has no effect: Ray starts the processes, except in a trial with a single bundle."""
-    is_by_ray = where.request is not None and where.request.launcher.startswith("distributed.backends._ray")
-    return "Ray starts the processes" if is_by_ray else OUR_LAUNCHER.lacks(where, name)
-
-
-_WATCHED = Need("a trial of Ray Tune with one bundle", _of_own_processes)
-
-
 @dataclasses.dataclass(frozen=True)
 class RayOptions:
     """Settings of Ray, and the engine whose step its processes run."""
@@ -65,8 +56,6 @@ class RayOptions:
 
 _NEEDS: Mapping[str, tuple[Need, ...]] = {
     "start_timeout": (OUR_LAUNCHER,),
-    "hang_timeout": (_WATCHED,),
-    "hang_timeout_slow": (_WATCHED, HANGS),
     "master_port": (_JOINED, OUR_LAUNCHER),
     "node_timeout": (_JOINED, OUR_LAUNCHER),
     "wait": (_JOINED, OF_CLUSTER),

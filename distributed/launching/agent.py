@@ -31,6 +31,7 @@ from distributed.launching.fetched_logs import fetch_logs, send_logs
 from distributed.launching.hang_check import HangCheck
 from distributed.launching.heartbeat import STACKS_SIGNAL, Board
 from distributed.launching.listening import loopback_environ
+from distributed.launching.loader_stacks import WorkerStacks, stacks_of_workers
 from distributed.launching.node_link import NodesEndedError
 from distributed.launching.node_server import LOST_AFTER_S
 from distributed.launching.nodes import Node, interface_environ, names_of, numbered
@@ -38,8 +39,8 @@ from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.slow_check import SlowCheck
-from distributed.launching.stacks import line_in_script
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
+from distributed.launching.worker_ends import with_progress
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
@@ -68,8 +69,8 @@ class ForkAgent(SimpleElasticAgent):
         epochs = Epochs(functools.partial(write_line, request.epochs_fd))
         self.output = WorkerOutput(run, display, channel, self._take, epochs)
         self._hangs = HangCheck(
-            request, run, display, board, self._node_name(), lambda: self._signal_workers(STACKS_SIGNAL)
-        )  # fmt: skip
+            request, run, display, board, self._stacks, lambda _: self._node_name(), has_all=request.num_nodes == 1
+        )
         self._slow = SlowCheck(run, display, board, self._node_of)
         self._next_report = 0.0  # time at which node 0 gets the times of the workers of this node
         self.verdicts.find_hang = lambda: self._hangs.find_late(self.verdicts.watched)
@@ -97,11 +98,8 @@ class ForkAgent(SimpleElasticAgent):
             self._channel.send(json.dumps({"op": "warm up", "backend": message["backend"]}).encode())
             return
         if message["op"] == "exit":
-            progress = self._board.progress(message["local_rank"])
-            message = {**message, "reached": (progress.fit, progress.step), "phase": progress.phase.in_fit}
-            if message["status"] < 0 and (crash := self._board.crash(message["local_rank"])):
-                self.output.log(self._rank_of[message["local_rank"]], crash)
-                message["location"] = line_in_script(crash)
+            log = functools.partial(self.output.log, self._rank_of[message["local_rank"]])
+            message = with_progress(message, self._board, log)
         self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls
@@ -214,6 +212,10 @@ class ForkAgent(SimpleElasticAgent):
 
     def _signal_workers(self, signum: int) -> None:
         self._channel.send(json.dumps({"op": "signal", "signum": signum}).encode())
+
+    def _stacks(self, pids: Mapping[int, int]) -> dict[int, WorkerStacks]:
+        """Return the stacks of the workers of this node, by local rank. `pids` has their process ids."""
+        return stacks_of_workers(self._board.stacks, pids, lambda: self._signal_workers(STACKS_SIGNAL))
 
     def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
         self._stop_workers(self._worker_group)

@@ -6,6 +6,7 @@ after its end. Imports no framework.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import enum
@@ -15,6 +16,7 @@ import mmap
 import os
 import signal
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,7 +54,8 @@ _WORDS = {
 # The integers of a worker. The first one counts all changes: ranks that do the same have the same count.
 _BEATS, _STEP, _PHASE, _IS_SLOW, _FIT, _FIRST, _COMPILES, _TIMEOUT_MS, _PID = range(9)
 _UPDATES, _DATA_NS, _TRAINING_NS, _WAITED_NS, _MEASURED = range(9, 14)  # sums over the updates of all fits, see `Spent`
-SLOT_BYTES = 14 * 8
+NUM_VALUES = 14
+_SLOT_BYTES = NUM_VALUES * 8
 _SUMS = {Phase.DATA: _DATA_NS, Phase.TRAINING: _TRAINING_NS}  # the integer that counts the time of a phase
 _CHANGE = struct.Struct("4q")  # the first four integers
 _MOST_BEATS = 1 << 40  # limit of the beats of one fit
@@ -128,7 +131,7 @@ class Heartbeat:
     """Write the progress and the times of this worker. Without a launcher, they go to memory that is not shared."""
 
     def __init__(self) -> None:
-        self._slot = memoryview(bytearray(SLOT_BYTES)).cast("q")
+        self._slot = memoryview(bytearray(_SLOT_BYTES)).cast("q")
         self._beats = 0
         self._sum, self._since = 0, 0  # the integer that counts the time of the phase, or 0, and when the phase began
         self.is_read = False  # whether a launcher reads the memory
@@ -190,46 +193,69 @@ class Heartbeat:
     @property
     def progress(self) -> Progress:
         """The progress of this process."""
-        return progress_in(self._slot)
+        return progress_in(self._slot.tolist())
 
 
-class Board:
-    """Shared memory with the progress of workers, and files for their stacks.
+class Reports(abc.ABC):
+    """What a launcher knows of its workers, by any key. `Board` is the implementation for workers of this machine."""
+
+    @abc.abstractmethod
+    def values(self, index: int) -> list[int]:
+        """Return the integers that a worker has reported, also after its end."""
+
+    @abc.abstractmethod
+    def crash(self, index: int) -> str:
+        """Return the stacks that a worker has written when a signal such as SIGSEGV ended it, or ""."""
+
+    def progress(self, index: int) -> Progress:
+        """Return the progress of a worker, also after its end."""
+        return progress_in(self.values(index))
+
+    def spent(self, index: int) -> Spent:
+        """Return the time that a worker has spent so far."""
+        values = self.values(index)
+        data_s, training_s, waited_s = (values[each] / 1e9 for each in (_DATA_NS, _TRAINING_NS, _WAITED_NS))
+        return Spent(values[_FIT], values[_UPDATES], data_s, training_s, waited_s, values[_MEASURED])
+
+
+class Board(Reports):
+    """Memory with the progress of workers, and files for their stacks. Processes that are forked later share both.
 
     Args:
         num_workers: the number of workers.
-        fd: a file of `num_workers * SLOT_BYTES` bytes that holds the memory. Without it, processes that are forked later share the
-            memory, and the workers can write their stacks.
+        files: `Board.files` of another process, whose board this one shares. This process has inherited the descriptors.
+
+    Attributes:
+        files: the descriptors of the files: that of the memory, and those for the stacks.
     """
 
-    def __init__(self, num_workers: int, fd: int = -1) -> None:
-        self._memory = mmap.mmap(fd, num_workers * SLOT_BYTES)
+    def __init__(self, num_workers: int, files: Sequence[int] = ()) -> None:
+        self.files = [*files] or [_unnamed_file() for _ in range(1 + num_workers)]
+        if not files:
+            os.ftruncate(self.files[0], num_workers * _SLOT_BYTES)
+        self._memory = mmap.mmap(self.files[0], num_workers * _SLOT_BYTES)
         self._slots = memoryview(self._memory).cast("q")
-        self._stacks = [_unnamed_file() for _ in range(num_workers)] if fd == -1 else []
+        self._stacks = self.files[1:]
 
     def join(self, index: int) -> None:
         """Make this process the worker `index`. It then reports its progress, and writes its stacks on request or in a crash."""
         _heartbeat.attach(self._slot(index))
-        if not self._stacks:
-            return
         faulthandler.register(STACKS_SIGNAL, self._stacks[index], all_threads=True)
         _heartbeat.writes_stacks = True
         if not faulthandler.is_enabled():  # the user may have set PYTHONFAULTHANDLER
             faulthandler.enable(self._stacks[index], all_threads=True)
 
     def _slot(self, index: int) -> memoryview:
-        size = SLOT_BYTES // 8
-        return self._slots[index * size : (index + 1) * size]
+        return self._slots[index * NUM_VALUES : (index + 1) * NUM_VALUES]
 
-    def progress(self, index: int) -> Progress:
-        """Return the progress of a worker, also after its end."""
-        return progress_in(self._slot(index))
+    def values(self, index: int) -> list[int]:
+        """Return the integers that a worker has written, also after its end."""
+        return self._slot(index).tolist()
 
-    def spent(self, index: int) -> Spent:
-        """Return the time that a worker has spent so far."""
-        slot = self._slot(index).tolist()
-        data_s, training_s, waited_s = (slot[each] / 1e9 for each in (_DATA_NS, _TRAINING_NS, _WAITED_NS))
-        return Spent(slot[_FIT], slot[_UPDATES], data_s, training_s, waited_s, slot[_MEASURED])
+    def close(self) -> None:
+        """Close the files. The board must not be used afterwards."""
+        for fd in self.files:
+            os.close(fd)
 
     def clear(self) -> None:
         """Forget all workers, before the next ones start."""
@@ -240,7 +266,7 @@ class Board:
 
     def crash(self, index: int) -> str:
         """Return the stacks that a worker has written when a signal such as SIGSEGV ended it, or ""."""
-        _, head, text = (read_stacks(self._stacks[index]) if self._stacks else "").rpartition(_CRASH)
+        _, head, text = read_stacks(self._stacks[index]).rpartition(_CRASH)
         return head + text.partition("\nExtension modules: ")[0] if head else ""
 
     @property
@@ -255,7 +281,9 @@ def read_stacks(fd: int, begin: int = 0) -> str:
 
 
 def _unnamed_file() -> int:
-    """Return the descriptor of a new file without a name."""
+    """Return the descriptor of a new file without a name, in memory where the system can do this."""
+    if sys.platform == "linux":
+        return os.memfd_create("distributed-worker")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 
@@ -266,9 +294,9 @@ def phase_of(error: BaseException) -> Phase:
     return phase if isinstance(phase, Phase) else Phase.SCRIPT
 
 
-def progress_in(slot: memoryview) -> Progress:
-    """Return the progress that a worker has written into `slot`."""
-    beats, step, phase, is_slow, fit, first, compiles, timeout_ms, pid = slot.tolist()[: _PID + 1]
+def progress_in(values: Sequence[int]) -> Progress:
+    """Return the progress in the `values` that a worker has reported. Raises ValueError if they have no valid phase."""
+    beats, step, phase, is_slow, fit, first, compiles, timeout_ms, pid = values[: _PID + 1]
     is_fresh = step - first <= _NUM_FRESH
     is_compiling = compiles and phase == Phase.TRAINING
     return Progress(beats, fit, step, Phase(phase), bool(is_slow or is_fresh or is_compiling), timeout_ms / 1000, pid)

@@ -11,12 +11,12 @@ import faulthandler
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from distributed.launching.heartbeat import STACKS_SIGNAL
-from distributed.launching.stacks import collect, passes_batches, why_silent
+from distributed.launching.stacks import ProcessStacks, collect, passes_batches
 from distributed.runs.processes import descendants, handles
 
 _NAME = "distributed-loader"
@@ -27,8 +27,22 @@ class LoaderProcess(NamedTuple):
     """A loader process of a worker."""
 
     number: int  # its number among the processes of its loader, from 0
-    pid: int
-    stacks: str  # the stacks of its threads, or "" if it did not answer
+    process: ProcessStacks
+
+
+class WorkerStacks(NamedTuple):
+    """The stacks of a worker and of its loader processes."""
+
+    process: ProcessStacks
+    loaders: Sequence[LoaderProcess]
+
+
+def stacks_of_workers(
+    fds: Mapping[int, int], pids: Mapping[int, int], ask: Callable[[], None]
+) -> dict[int, WorkerStacks]:
+    """Return the stacks of workers of this node and of their loader processes. The arguments are those of `collect`."""
+    stacks, loaders = collect(fds, pids, ask), collect_of_loaders(pids)
+    return {key: WorkerStacks(ProcessStacks.of(pid, stacks[key]), loaders[key]) for key, pid in pids.items()}
 
 
 def join_as_loader(number: int) -> None:
@@ -51,22 +65,23 @@ def collect_of_loaders(pids: Mapping[int, int]) -> dict[int, list[LoaderProcess]
     for _, fd in files.values():
         os.close(fd)
     return {
-        worker: sorted(LoaderProcess(files[pid][0], pid, stacks.get(pid, "")) for pid in found if pid in files)
+        worker: [
+            LoaderProcess(number, ProcessStacks.of(pid, stacks.get(pid, "")))
+            for number, pid in sorted((files[pid][0], pid) for pid in found if pid in files)
+        ]
         for worker, found in children.items()
     }
 
 
-def awaited(stacks: str, loaders: Sequence[LoaderProcess]) -> LoaderProcess | None:
+def awaited(worker: WorkerStacks) -> LoaderProcess | None:
     """Return the loader process for which a worker waits, or None if it does not wait for one or if that is not known.
 
-    Args:
-        stacks: the stacks of the worker.
-        loaders: its loader processes. One that is stopped comes before one that reads.
+    A loader process that is stopped comes before one that reads.
     """
-    if not passes_batches(stacks):
+    if not passes_batches(worker.process.stacks):
         return None
-    silent = [each for each in loaders if not each.stacks and why_silent(each.pid)]
-    reading = [each for each in loaders if each.stacks and not passes_batches(each.stacks)]
+    silent = [each for each in worker.loaders if each.process.why_silent]
+    reading = [each for each in worker.loaders if each.process.stacks and not passes_batches(each.process.stacks)]
     return next(iter([*silent, *reading]), None)
 
 

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from distributed.launching.heartbeat import Board, Spent
+from distributed.launching.heartbeat import Reports, Spent
 from distributed.launching.slow_ranks import SlowRank, SlowWatch
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 
 
 class SlowCheck:
-    """Check the workers of each attempt. With several nodes, node 0 checks those of all nodes.
+    """Check the workers of each attempt. With several nodes, the launcher of node 0 checks those of all nodes.
 
     Args:
         run: the run directory, whose journal gets an event.
         display: shows the warning.
-        board: the progress and the times of the workers of this node.
+        reports: the progress and the times of the workers of this launcher.
         node_of: returns (the name of the node of a rank, such as "node 1 (b)", or "" if there is only one node; its host name).
     """
 
     def __init__(
-        self, run: RunDirectory, display: Display, board: Board, node_of: Callable[[int], tuple[str, str]]
+        self, run: RunDirectory, display: Display, reports: Reports, node_of: Callable[[int], tuple[str, str]]
     ) -> None:
-        self._run, self._display, self._board, self._node_of = run, display, board, node_of
+        self._run, self._display, self._reports, self._node_of = run, display, reports, node_of
         self._named: set[int] = set()  # the ranks that were named in this run
         self.begin()
 
@@ -35,8 +35,8 @@ class SlowCheck:
         """Report a worker that is slow.
 
         Args:
-            ranks: the rank of each worker of this node that is checked, by its local rank.
-            elsewhere: the times of the workers of the other nodes, by rank.
+            ranks: the rank of each worker of this launcher that is checked, by its key.
+            elsewhere: the times of the workers of other launchers, by rank.
         """
         found = self._watch.look({**elsewhere, **self.spent(ranks)})
         if found is None or found.rank in self._named:
@@ -45,14 +45,14 @@ class SlowCheck:
         node, host = self._node_of(found.rank)
         text = f"rank {found.rank}{' on ' * bool(node)}{node} slows the others down: {_in_words(found)}"
         self._run.event(
-            "slow_rank", step=max(self._board.progress(index).step for index in ranks), rank=found.rank, host=host, cause=text,
+            "slow_rank", step=max(self._reports.progress(index).step for index in ranks), rank=found.rank, host=host, cause=text,
             data=round(found.data, 3), compute=round(found.compute, 3), communication=round(found.communication, 3),
         )  # fmt: skip
         self._display.handle({"kind": "warning", "text": text})
 
     def spent(self, ranks: Mapping[int, int]) -> dict[int, Spent]:
-        """Return the times of workers of this node by rank. `ranks` maps their local ranks to their ranks."""
-        return {rank: self._board.spent(index) for index, rank in ranks.items()}
+        """Return the times of workers of this launcher by rank. `ranks` maps their keys to their ranks."""
+        return {rank: self._reports.spent(index) for index, rank in ranks.items()}
 
 
 def _in_words(found: SlowRank) -> str:

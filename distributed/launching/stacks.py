@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import multiprocessing.process
 import os
@@ -34,6 +35,43 @@ _STATES = {
     "t": "a debugger has stopped it",
     "D": "it waits for a device or a file system",
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessStacks:
+    """What a process answered when it was asked for its stacks.
+
+    Attributes:
+        pid: the process id.
+        stacks: the stacks of its threads, or "" if it did not answer.
+        why_silent: why it did not answer, or "" if it did or if that is not known.
+        from_outside: the stacks that py-spy sees if it did not answer, or "".
+    """
+
+    pid: int
+    stacks: str
+    why_silent: str = ""
+    from_outside: str = ""
+
+    @classmethod
+    def of(cls, pid: int, stacks: str) -> ProcessStacks:
+        """Return the answer of a process of this node. If it did not answer, look at it from outside."""
+        return cls(pid, stacks) if stacks else cls(pid, "", why_silent(pid), seen_from_outside(pid))
+
+    @property
+    def why(self) -> str:
+        """The line of the user's code at which the process is, or why it did not answer, after a comma, or ""."""
+        line = line_in_script(self.stacks)
+        reason = line and f"it is at {line}" if self.stacks else self.why_silent
+        return f", {reason}" if reason else ""
+
+    @property
+    def text(self) -> str:
+        """The stacks, or a text that replaces them."""
+        if self.stacks:
+            return self.stacks
+        more = self.from_outside or "py-spy (pip install py-spy) may show its stacks from outside.\n"
+        return f"The process did not answer: {self.why_silent or 'the reason is not known'}.\n\n{more}"
 
 
 def collect(fds: Mapping[int, int], pids: Mapping[int, int], ask: Callable[[], None]) -> dict[int, str]:

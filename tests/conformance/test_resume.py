@@ -121,7 +121,7 @@ def test_a_rank_may_hang_anywhere(run_cli, tmp_path, clean, kind):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("backend", ["single", "fsdp", "deepspeed", "horovod"])
+@pytest.mark.parametrize("backend", ["single", "fsdp", "deepspeed", "horovod", "ray"])
 def test_a_rank_that_hangs_is_named_on_every_backend(run_cli, tmp_path, backend):
     needs_backend(backend)
     world = 1 if backend == "single" else 2

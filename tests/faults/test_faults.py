@@ -23,7 +23,7 @@ import pytest
 from distributed.cli.why import lines_of
 from distributed.runs.directory import RunDirectory
 from distributed.runs.why import read_why
-from tests.conftest import Finished, Started, poll
+from tests.conftest import Finished, Started, needs_backend, poll
 
 pytestmark = pytest.mark.timeout(600)
 JOB = Path(__file__).with_name("job.py")
@@ -143,13 +143,25 @@ def arguments(run: Path, name: str, *flags: str) -> list[str]:
     ]
 
 
-def test_three_faults_in_one_run_are_told_apart(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("backend", "names", "last"),
+    [
+        ("pytorch-ddp", ["segfault", "raise-on-rank-0", "loop-callback"], "rank 1 hangs in step 3"),
+        ("ray", ["loop-loader", "segfault"], "rank 1 was killed by signal 11 (SIGSEGV)"),
+    ],
+)
+def test_faults_in_one_run_are_told_apart(
+    run_cli: Callable[..., Finished], tmp_path: Path, backend: str, names: list[str], last: str
+) -> None:
     """The journal is cut after each failure in turn, as `why` finds it at that time."""
-    names, run = ["segfault", "raise-on-rank-0", "loop-callback"], tmp_path / "run"
-    done = run_cli(arguments(run, "+".join(names), "--set", "restart_on_exception=true"))
+    needs_backend(backend)
+    run, count = tmp_path / "run", len(names)
+    flags = ("--backend", backend, "--set", "restart_on_exception=true", "--set", "max_restarts=5")
+    done = run_cli(arguments(run, "+".join(names), *flags))
     assert done.returncode == 0, done.output
-    again = "restarted 3 times, from step 2, step 2, step 2"
-    check(run, Fault("", 0, ("finished at step 8", "failed 3 times before, last: rank 1 hangs in step 3", again)), done)
+    again = f"restarted {count} times, from {', '.join(['step 2'] * count)}"
+    said = ("finished at step 8", f"failed {count} times before, last: {last}", again)
+    check(run, Fault("", 0, said), done)
     events = run / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True)
     failed = [index for index, line in enumerate(lines) if json.loads(line)["event"] == "worker_failed"]

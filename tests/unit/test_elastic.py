@@ -217,7 +217,7 @@ class Agent:
         real: Any = self.real
         real._request, real._run, real._channel, real._display = request, self.run, channel, display
         real._count, real._rendezvous_of_nodes = WorkerCount(request), self.others
-        real._hangs = HangCheck(request, self.run, display, Board(1), "", lambda: None)
+        real._hangs = HangCheck(request, self.run, display, Board(1), dict, lambda rank: "", has_all=False)
         real._slow = SlowCheck(self.run, display, Board(1), lambda rank: ("", "here"))
         real._next_report = 0.0
         real.verdicts = Verdicts(request, self.run, display, real._count)

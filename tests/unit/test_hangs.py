@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launching import hang_check, loader_stacks, stacks
+from distributed.launching import hang_check, stacks
 from distributed.launching.causes import Failure
 from distributed.launching.hang_check import HangCheck
 from distributed.launching.hangs import HangWatch, Suspects, culprit
-from distributed.launching.heartbeat import Board, Heartbeat, Phase, Progress, progress_in
-from distributed.launching.loader_stacks import LoaderProcess, awaited
+from distributed.launching.heartbeat import NUM_VALUES, Board, Heartbeat, Phase, Progress, progress_in
+from distributed.launching.loader_stacks import LoaderProcess, WorkerStacks, awaited
 from distributed.launching.request import LaunchRequest
-from distributed.launching.stacks import line_in_script, seen_from_outside, waits_in, why_silent
+from distributed.launching.stacks import ProcessStacks, line_in_script, seen_from_outside, waits_in, why_silent
 from distributed.launching.verdicts import Verdict, Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -157,7 +157,7 @@ def test_the_launcher_reads_what_the_worker_writes():
         heartbeat.mark(Phase.SAVING, 9, is_slow=True)
         assert board.progress(1).beats == before + 1 and board.progress(1).is_slow
     assert (board.progress(1).phase, board.progress(1).step) == (Phase.SCRIPT, 9)
-    assert board.progress(0) == progress_in(memoryview(bytes(72)).cast("q"))  # the other worker has said nothing
+    assert board.progress(0) == progress_in([0] * NUM_VALUES)  # the other worker has said nothing
     board.clear()
     assert board.progress(1) == board.progress(0)
 
@@ -246,15 +246,16 @@ IN_LIBRARY = main_thread((f"{PACKAGES}/torchvision/datasets/folder.py", "__getit
         ("", [READING, ""], None, ""),
     ],
 )  # fmt: skip
-def test_the_loader_process_for_which_a_rank_waits_is_named_with_its_line(monkeypatch, rank, loaders, number, line):
-    monkeypatch.setattr(loader_stacks, "why_silent", lambda pid: "it is stopped (SIGSTOP)")
-    found = awaited(rank, [LoaderProcess(i, 0, text) for i, text in enumerate(loaders)])
-    assert (found and found.number) == number and line_in_script(found.stacks if found else "") == line
+def test_the_loader_process_for_which_a_rank_waits_is_named_with_its_line(rank, loaders, number, line):
+    found = awaited(
+        WorkerStacks(answer(1, rank), [LoaderProcess(i, answer(0, text)) for i, text in enumerate(loaders)])
+    )
+    assert (found and found.number) == number and line_in_script(found.process.stacks if found else "") == line
 
 
 def test_a_loader_process_that_has_reset_its_handler_is_not_named():
-    found = awaited(main_thread(READS, SCRIPT), [LoaderProcess(0, os.getpid(), ""), LoaderProcess(1, 0, READING)])
-    assert found.number == 1
+    loaders = [LoaderProcess(0, ProcessStacks.of(os.getpid(), "")), LoaderProcess(1, answer(0, READING))]
+    assert awaited(WorkerStacks(answer(1, main_thread(READS, SCRIPT)), loaders)).number == 1
 
 
 def test_stacks_are_read_as_python_writes_them():
@@ -286,24 +287,33 @@ def test_without_py_spy_nothing_is_seen_from_outside(monkeypatch):
 # ------------------------------------------------------------------ the check of an agent
 
 
+def answer(pid, stacks):
+    """Return what a process answers, or a stopped one if `stacks` is ""."""
+    return ProcessStacks(pid, stacks, "" if stacks else "it is stopped (SIGSTOP)")
+
+
+def silent(pids):
+    """Return workers that do not answer, for a reason that is not known."""
+    return {index: WorkerStacks(ProcessStacks(pid, ""), []) for index, pid in pids.items()}
+
+
 @pytest.fixture
 def check(tmp_path, monkeypatch):
-    """Return a HangCheck of two ranks, its board, its clock, and what it shows."""
+    """Return what makes a HangCheck of two ranks, their board, its clock, and what it shows."""
     clock, screen = [0.0], io.StringIO()
     monkeypatch.setattr(hang_check.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, ""))
-    monkeypatch.setattr(hang_check, "seen_from_outside", lambda pid: "")
     board = Board(2)
 
-    def make(**more):
+    def make(inspect=silent, **more):
         request = LaunchRequest(str(tmp_path), nproc_per_node=2, **more)
         return HangCheck(
             request,
             RunDirectory(tmp_path),
             Display(screen, live=False),
             board,
-            "node 1 (b)" * (request.num_nodes > 1),
-            lambda: None,
+            inspect,
+            lambda rank: "node 1 (b)" * (request.num_nodes > 1),
+            has_all=request.num_nodes == 1,
         )
 
     return make, board, clock, screen
@@ -349,19 +359,20 @@ def test_a_hang_names_rank_step_and_the_directory_with_a_file_for_each_rank(chec
     ("loader", "rest"),
     [(READING, ", it is at /home/me/data.py, line 9, in __getitem__; stacks"), (IN_LIBRARY, "; stacks"), ("", ", it is stopped (SIGSTOP); stacks")],
 )  # fmt: skip
-def test_a_hang_in_a_loader_process_names_it_and_keeps_its_stacks(check, tmp_path, monkeypatch, loader, rest):
+def test_a_hang_in_a_loader_process_names_it_and_keeps_its_stacks(check, tmp_path, loader, rest):
     make, board, clock, _ = check
     rank = main_thread(PYTHON, READS, OURS, SCRIPT)
-    for module in (hang_check, loader_stacks):
-        monkeypatch.setattr(module, "why_silent", lambda pid: "it is stopped (SIGSTOP)")
-    monkeypatch.setattr(hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, rank))
     loaders = {
-        0: [LoaderProcess(0, 5, READING)],
-        1: [LoaderProcess(0, 6, IDLE), LoaderProcess(1, 7, loader), LoaderProcess(1, 8, IDLE)],
+        0: [LoaderProcess(0, answer(5, READING))],
+        1: [
+            LoaderProcess(0, answer(6, IDLE)),
+            LoaderProcess(1, answer(7, loader)),
+            LoaderProcess(1, answer(8, IDLE)),
+        ],
     }
-    monkeypatch.setattr(hang_check, "collect_of_loaders", lambda pids: loaders)
+    inspect = lambda pids: {index: WorkerStacks(answer(0, rank), loaders[index]) for index in pids}  # noqa: E731
     train(board, 9, 8)
-    found = stand(board, clock, make(hang_timeout=2.0), 3)
+    found = stand(board, clock, make(inspect, hang_timeout=2.0), 3)
     assert (
         f"rank 1 hangs in step 8 (training): no progress for 2 s (hang_timeout=2), its loader process 1 stands still{rest}"
         in str(found)
@@ -378,16 +389,15 @@ def test_a_hang_in_a_loader_process_names_it_and_keeps_its_stacks(check, tmp_pat
     assert "loader process 1 of rank 1, process 8\n\n" in kept  # of another loader
 
 
-def test_ranks_whose_loader_processes_all_stand_are_listed_with_their_lines(check, monkeypatch):
+def test_ranks_whose_loader_processes_all_stand_are_listed_with_their_lines(check):
     make, board, clock, _ = check
-    monkeypatch.setattr(
-        hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, main_thread(READS, OURS, SCRIPT))
-    )
-    monkeypatch.setattr(
-        hang_check, "collect_of_loaders", lambda pids: {i: [LoaderProcess(i, 5, READING)] for i in pids}
-    )
+
+    def inspect(pids):
+        waits = answer(0, main_thread(READS, OURS, SCRIPT))
+        return {index: WorkerStacks(waits, [LoaderProcess(index, answer(5, READING))]) for index in pids}
+
     train(board, 9, 9)
-    found = stand(board, clock, make(hang_timeout=2.0), 3)
+    found = stand(board, clock, make(inspect, hang_timeout=2.0), 3)
     places = [f"rank {i} in loader process {i} at /home/me/data.py, line 9, in __getitem__" for i in (0, 1)]
     assert found.location == ", ".join(places)
 
@@ -419,11 +429,13 @@ def test_the_time_in_which_the_agent_itself_was_stopped_does_not_count(check):
     assert stand(board, clock, found, 5) is None
 
 
-def test_ranks_that_may_wait_for_another_node_are_shown_once_and_not_ended(check, monkeypatch):
+def test_ranks_that_may_wait_for_another_node_are_shown_once_and_not_ended(check):
     make, board, clock, screen = check
-    monkeypatch.setattr(hang_check, "collect", lambda fds, pids, ask: dict.fromkeys(pids, "Thread 0x1\n"))
     train(board, 9, 9)
-    found = make(hang_timeout=2.0, num_nodes=2, node_rank=1)
+    found = make(
+        lambda pids: {index: WorkerStacks(answer(0, "Thread 0x1\n"), []) for index in pids},
+        hang_timeout=2.0, num_nodes=2, node_rank=1,
+    )  # fmt: skip
     assert stand(board, clock, found, 10) is None
     assert (
         screen.getvalue().count("ranks 0, 1 on node 1 (b) stand still in step 9 (training): no progress for 2 s") == 1

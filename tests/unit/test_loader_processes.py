@@ -125,7 +125,7 @@ def loaders_of_this_process() -> list[LoaderProcess]:
 def in_user_code() -> list[LoaderProcess]:
     """Return the loader processes of this process once the second one reads a sample."""
     found = loaders_of_this_process()
-    return found if len(found) == 2 and line_in_script(found[1].stacks) else []
+    return found if len(found) == 2 and line_in_script(found[1].process.stacks) else []
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
@@ -135,13 +135,14 @@ def test_each_loader_process_writes_its_stacks(monkeypatch: pytest.MonkeyPatch, 
     with running([[0], [40]], None, start_method, 2):
         idle, reading = poll(in_user_code, 50, lambda: str(loaders_of_this_process()))
         assert (idle.number, reading.number) == (0, 1)
-        assert passes_batches(idle.stacks) and line_in_script(idle.stacks) == ""
-        assert line_in_script(reading.stacks).endswith(", in __getitem__") and not passes_batches(reading.stacks)
+        assert passes_batches(idle.process.stacks) and line_in_script(idle.process.stacks) == ""
+        stacks, pid = reading.process.stacks, reading.process.pid
+        assert line_in_script(stacks).endswith(", in __getitem__") and not passes_batches(stacks)
 
-        os.kill(reading.pid, signal.SIGSTOP)
-        poll(lambda: why_silent(reading.pid), 10, lambda: "it goes on")
-        stopped = loaders_of_this_process()[1]
-        assert stopped.stacks == "" and why_silent(stopped.pid) == "it is stopped (SIGSTOP)"
+        os.kill(pid, signal.SIGSTOP)
+        poll(lambda: why_silent(pid), 10, lambda: "it goes on")
+        stopped = loaders_of_this_process()[1].process
+        assert stopped.stacks == "" and stopped.why_silent == "it is stopped (SIGSTOP)"
 
 
 DIES = """
@@ -193,7 +194,7 @@ def test_no_process_gets_a_signal_that_would_end_it(monkeypatch: pytest.MonkeyPa
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other,
         running([[each] for each in range(8)], reset) as batches,
     ):
-        assert [(each.number, each.stacks) for each in loaders_of_this_process()] == [(0, "")]
+        assert [(each.number, each.process.stacks) for each in loaders_of_this_process()] == [(0, "")]
         assert len(list(batches)) == 7
         other.communicate(b"\n")
         assert other.returncode == 0

@@ -37,7 +37,7 @@ from distributed.launching.stopping import Signals, Stop
 begun = queue.Queue()
 events, _ = os.pipe()
 with Signals() as signals:
-    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_: None)
+    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_: None, lambda *_: None)
     server.listener.listen("127.0.0.1")
     server.listener.open()
     server.start(types.SimpleNamespace(events=events))
@@ -68,7 +68,7 @@ from distributed.launching.stopping import Signals, Stop
 
 events, _ = os.pipe()
 with Signals() as signals:
-    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: None, lambda *_: None)
+    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: None, lambda *_: None, lambda *_: None)
     select, has_seen = server._selector.select, threading.Event()
 
     def selected(timeout):
@@ -101,7 +101,8 @@ from distributed.launching.stopping import Signals, Stop
 begun, ends = queue.Queue(), queue.Queue()
 events, _ = os.pipe()
 with Signals() as signals:
-    server = RendezvousServer(signals, Stop(10.0), lambda **message: ends.put(message), lambda workers: begun.put(workers), lambda *_: None)
+    nothing = lambda *_: None
+    server = RendezvousServer(signals, Stop(10.0), lambda **message: ends.put(message), lambda workers: begun.put(workers), nothing, nothing)
     server.listener.listen("127.0.0.1")
     server.listener.open()
     server.start(types.SimpleNamespace(events=events))
@@ -143,7 +144,7 @@ from distributed.launching.stopping import Signals, Stop
 begun = queue.Queue()
 events, side = os.pipe()
 with Signals() as signals:
-    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_, **__: None)
+    server = RendezvousServer(signals, Stop(10.0), lambda **_: None, lambda workers: begun.put(list(workers)), lambda *_: None, lambda *_, **__: None)
     server.listener.listen("127.0.0.1")
     server.listener.open()
     server.start(types.SimpleNamespace(fileno=lambda: events, events=events, read=lambda: [json.loads(os.read(events, 1000))]))
@@ -186,13 +187,13 @@ begun, said, told = queue.Queue(), queue.Queue(), queue.Queue()
 events, _ = os.pipe()
 with Signals() as signals:
     note = lambda news, error=None: said.put((news, error))
-    server = RendezvousServer(signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(workers), note)
+    server = RendezvousServer(signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(workers), lambda *_: 1 / 0, note)
     server.listener.listen("127.0.0.1")
     server.listener.open()
     server.start(types.SimpleNamespace(events=events))
     worker = connect("127.0.0.1", server.listener.port, server.token, {"rank": 0, "world_size": 1})
     begun.get(timeout=10)
-    worker.send(nothing="that it knows")
+    worker.send(values=[])
     print(said.get(timeout=10))
     print(told.get(timeout=10)["status"], next(worker.read()), flush=True)
     server._thread.join(10)
@@ -203,9 +204,9 @@ with Signals() as signals:
 def test_an_exception_in_its_thread_ends_the_workers_and_is_seen(run_python):
     done = run_python(["-c", BROKEN])
     news, told = done.stdout.splitlines()
-    assert news.startswith("('failed'") and "the launcher stopped listening to its workers (KeyError" in news
+    assert news.startswith("('failed'") and "the launcher stopped listening to its workers (ZeroDivisionError" in news
     assert told == "-9 {'op': 'kill'}"
-    assert "Traceback" in done.stderr and "KeyError" in done.stderr
+    assert "Traceback" in done.stderr and "ZeroDivisionError" in done.stderr
 
 
 # What strangers do to a rendezvous server with a worker; afterwards the worker's own words still count.
@@ -221,7 +222,8 @@ class Evil:
 begun, told = queue.Queue(), queue.Queue()
 events, _ = os.pipe()
 with Signals() as signals:
-    server = RendezvousServer(signals, Stop(10.0), lambda **message: told.put(message), lambda workers: begun.put(list(workers)), print)
+    begin = lambda workers: begun.put(list(workers))
+    server = RendezvousServer(signals, Stop(10.0), lambda **message: told.put(message), begin, lambda *_: None, print)
     server.listener.listen("127.0.0.1")
     server.listener.open()
     server.start(types.SimpleNamespace(events=events))
@@ -417,7 +419,7 @@ def test_the_end_is_said_when_the_output_has_been_read():
     mine, launchers = ({kind: pair[side] for kind, pair in pairs.items()} for side in (0, 1))
     mine["control"].sendall(b"why")
     worker = threading.Thread(
-        target=_report_end, args=(LauncherConnections(mine, *seals("secret", "worker")), 1, (2, 7))
+        target=_report_end, args=(LauncherConnections(mine, *seals("secret", "worker")), 1, {"values": [7]})
     )
     worker.start()
     for kind in ("stdout", "stderr"):
@@ -427,7 +429,7 @@ def test_the_end_is_said_when_the_output_has_been_read():
     assert select.select([launchers["commands"]], [], [], 0.3)[0] == []
     assert launchers["control"].recv(10) == b""
     launchers["control"].close()
-    assert seals("secret", "worker")[1].open(launchers["commands"].recv(200)) == {"status": 1, "reached": [2, 7]}
+    assert seals("secret", "worker")[1].open(launchers["commands"].recv(200)) == {"status": 1, "values": [7]}
     worker.join()
     for each in (*mine.values(), launchers["commands"]):
         each.close()
@@ -447,7 +449,7 @@ def test_the_end_is_said_even_if_a_stream_broke():
     poll(lambda: select.select([launcher.sockets["stdout"]], [], [], 0.0)[0], 10, lambda: "the reset did not arrive")
     with pytest.raises(OSError, match="not connected"):
         launcher.sockets["stdout"].shutdown(socket.SHUT_WR)
-    _report_end(launcher, 0, (1, 3))
+    _report_end(launcher, 0, {})
     assert b'"status": 0' in theirs["commands"].recv(4096)
     for each in (*launcher.sockets.values(), theirs["commands"]):
         each.close()

@@ -8,6 +8,7 @@ output, and the main thread decides whether to restart.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import os
@@ -24,20 +25,24 @@ from typing import Any
 from distributed.backends._ray.cluster import LOOK_S, Cluster
 from distributed.backends._ray.patience import Patience
 from distributed.backends._ray.rendezvous import RendezvousServer, WorkerConnections, attach
+from distributed.backends._ray.reports import WorkerReports
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_line
+from distributed.launching.hang_check import HangCheck
 from distributed.launching.listening import loopback_environ, reachable_address
 from distributed.launching.nodes import names_of
 from distributed.launching.output import WorkerOutput, display_of
 from distributed.launching.request import LaunchRequest
 from distributed.launching.script import check_script
 from distributed.launching.secret import VARIABLE
+from distributed.launching.slow_check import SlowCheck
 from distributed.launching.stopping import Signals, Stop
 from distributed.launching.subreaper import Subreaper
 from distributed.launching.variables import THREAD_VARIABLES, set_thread_variables
 from distributed.launching.verdicts import Verdict, Verdicts
+from distributed.launching.worker_ends import with_progress
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
@@ -94,11 +99,20 @@ class _Launch:
         self._patience = Patience(run, display, request.node_timeout)
         self._verdicts = Verdicts(request, run, display)
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output = WorkerOutput(run, display, side, self._verdicts.add, Epochs(self._report))
+        self._output = WorkerOutput(run, display, side, self._take, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
-        self._server = RendezvousServer(signals, self._stop, self._send, self._begin, self._add_news)
+        self._reports = WorkerReports(lambda **command: self._server.send_to_all(**command))
+        self._server = RendezvousServer(
+            signals, self._stop, self._send, self._begin, self._reports.add, self._add_news
+        )  # fmt: skip
+        self._hangs = HangCheck(
+            request, run, display, self._reports, self._reports.inspect, lambda rank: self._node_of(rank)[0], has_all=True
+        )  # fmt: skip
+        self._slow = SlowCheck(run, display, self._reports, self._node_of)
+        self._verdicts.find_hang = lambda: self._hangs.find_late(self._verdicts.watched)
         self._world_size = 0  # number of workers of the newest attempt
         self._names: dict[int, str] = {}  # names of the nodes of the newest attempt
+        self._name_of: dict[int, str] = {}  # rank -> the name of its node
         self._count, self._room = WorkerCount(request), 0  # `_room`: number of further workers that could be started
         self._attempt, self._threads = 0, threads
         self._run_id = uuid.uuid4().hex
@@ -148,7 +162,10 @@ class _Launch:
             left += is_failure and self._world_size < before  # nodes were lost, which does not count as a failure
             before = self._world_size
             self._count.begin()
+            self._hangs.begin()
+            self._slow.begin()
             while (verdict := self._verdicts.judge(left)) is Verdict.AT_WORK:
+                self._look_at_progress()
                 if self._stop.signum or not self._verdicts.trains:
                     continue
                 if self._count.may_grow(self._room, has_saved=self._verdicts.has_saved):
@@ -165,6 +182,17 @@ class _Launch:
         if news == "left" and not self._stop.signum and self._error is None:
             self._error = ResourceError(self._head_lost())
         return False
+
+    def _look_at_progress(self) -> None:
+        """Restart the workers if one of them hangs, and name one that is slow."""
+        if (hang := self._hangs.find(self._verdicts.watched)) is not None:
+            self._verdicts.blame(hang)
+        self._slow.look(self._verdicts.watched, {})
+
+    def _node_of(self, rank: int) -> tuple[str, str]:
+        """Return (the name of the node of a rank, or "" if there is only one node; its host name)."""
+        name = self._name_of.get(rank, "")
+        return name if len(self._names) > 1 else "", name
 
     def _head_lost(self) -> str:
         how = f"{self._cluster.name} has ended before the run, for example because its head node was lost"
@@ -296,6 +324,12 @@ class _Launch:
 
     # ------------------------------------------------------------------ the output's thread
 
+    def _take(self, message: dict[str, Any]) -> None:
+        if message["op"] == "exit":
+            log = functools.partial(self._output.log, message["local_rank"])
+            message = with_progress(message, self._reports, log)
+        self._verdicts.add(message)
+
     def _report(self, metrics: EpochMetrics) -> None:
         """Report a finished epoch to Ray and to the caller of `fit`."""
         self._server.send_to_all(op="report", metrics=metrics)
@@ -335,6 +369,7 @@ class _Launch:
             self._display.handle({"kind": "notice", "text": text})
         self._world_size = len(workers)
         attach(self._output, workers)
+        self._reports.begin()
         names = node_names(workers)
         self._verdicts.begin(
             {rank: rank for rank in workers}, self._attempt, names if len({*names.values()}) > 1 else {}
@@ -342,7 +377,7 @@ class _Launch:
         by_node = dict(enumerate(dict.fromkeys(names.values())))
         if len(by_node) > 1 and by_node != self._names:
             self._display.handle({"kind": "notice", "text": names_of(by_node)})
-        self._names = by_node
+        self._names, self._name_of = by_node, names
         self._patience.begin({worker.hello["node"]: names[rank] for rank, worker in workers.items()})
         environments = self._environments(workers)
         num_nodes = 1 + max(environment.node_rank for environment in environments)

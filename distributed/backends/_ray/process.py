@@ -34,7 +34,7 @@ def main(parent: int) -> None:
     try:
         for name in request.preload:
             importlib.import_module(name)
-        Board(1, command["memory"]).join(0)
+        Board(1, command["board"]).join(0)
         code = run_worker(request, command, command["fds"])
     except KeyboardInterrupt:  # Ctrl-C before the script began
         code = 128 + signal.SIGINT

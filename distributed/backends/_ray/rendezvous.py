@@ -62,8 +62,14 @@ class RendezvousServer:
     """A thread that accepts the workers, starts an attempt when all of them have connected, and sends them commands and
     signals.
 
-    `send` is called when a stop is requested and when a worker ends. `on_complete` is called with the workers of an attempt by
-    rank, when all of them have connected. `add_news` is called when a stop is requested and with the events of Ray's process.
+    Args:
+        signals: the signals of this process.
+        stop: records the signals that stop the run.
+        send: called when a stop is requested and when a worker ends.
+        on_complete: called with the workers of an attempt by rank, when all of them have connected.
+        on_answer: called with the rank of a worker of this attempt and what it has sent. It may raise TypeError, ValueError or
+            KeyError if no worker sends this.
+        add_news: called when a stop is requested and with the events of Ray's process.
     """
 
     def __init__(
@@ -72,10 +78,11 @@ class RendezvousServer:
         stop: Stop,
         send: Callable[..., None],
         on_complete: Callable[[dict[int, WorkerConnections]], None],
+        on_answer: Callable[[int, dict[str, Any]], None],
         add_news: Callable[..., None],
     ) -> None:
         self._signals, self._stop = signals, stop
-        self._send, self._on_complete, self._add_news = send, on_complete, add_news
+        self._send, self._on_complete, self._on_answer, self._add_news = send, on_complete, on_answer, add_news
         self._lock = threading.RLock()
         self._joining: dict[str, WorkerConnections] = {}  # by each worker's random name
         self._joined: dict[int, WorkerConnections] = {}  # the workers of a complete attempt, by rank
@@ -219,12 +226,22 @@ class RendezvousServer:
                 self._silent.add(worker.hello["node"])
         *lines, worker.rest = (worker.rest + data).split(b"\n")
         answers = [worker.answers.open(line) for line in lines]
-        for answer in filter(None, answers):
-            fit, step = answer.get("reached", (0, 0))
-            self._end_worker(worker, int(answer["status"]), (int(fit), int(step)))
-        # the worker has gone, or the seal of a line is wrong
-        if not data or None in answers or len(worker.rest) > LINE_BYTES:
+        # the worker has gone, or a line is wrong
+        if not all(self._take(worker, answer) for answer in answers) or not data or len(worker.rest) > LINE_BYTES:
             self._drop(worker)
+
+    def _take(self, worker: WorkerConnections, answer: dict[str, Any] | None) -> bool:
+        """Handle an answer of a worker, and return False if it is wrong. None is a line whose seal is wrong."""
+        if answer is None:
+            return False
+        try:
+            if worker in self._joined.values() and not worker.has_ended:
+                self._on_answer(worker.hello["rank"], answer)
+            if "status" in answer:
+                self._end_worker(worker, int(answer["status"]))
+        except (TypeError, ValueError, KeyError):
+            return False
+        return True
 
     def _drop(self, worker: WorkerConnections) -> None:
         self._selector.unregister(worker.sockets["commands"])
@@ -250,11 +267,11 @@ class RendezvousServer:
         for name in names:
             self._joining.pop(name).send(op="end", restart=True)
 
-    def _end_worker(self, worker: WorkerConnections, status: int, reached: tuple[int, int] = (0, 0)) -> None:
+    def _end_worker(self, worker: WorkerConnections, status: int) -> None:
         if worker.has_ended or worker not in self._joined.values():
             return
         worker.has_ended = True
-        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time(), reached=reached)
+        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time())
 
 
 def _keep_alive(connection: socket.socket) -> None:
@@ -280,6 +297,7 @@ class LauncherConnections:
     sockets: dict[str, socket.socket]
     commands: Seal
     answers: Seal
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Yield the launcher's commands until the launcher closes the connection or the seal of a line is wrong."""
@@ -288,8 +306,9 @@ class LauncherConnections:
                 yield command
 
     def send(self, **answer: Any) -> None:
-        """Send an answer to the launcher."""
-        self.sockets["commands"].sendall(self.answers.close(answer))
+        """Send an answer to the launcher. May be called from any thread."""
+        with self.lock:
+            self.sockets["commands"].sendall(self.answers.close(answer))
 
 
 def connect(address: str, port: int, token: str, hello: Mapping[str, Any]) -> LauncherConnections:

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, connect
+from distributed.backends._ray.reports import ProcessReporter
 from distributed.config.registry import versions_of
-from distributed.launching.heartbeat import SLOT_BYTES, Board
+from distributed.launching.heartbeat import Board
 from distributed.launching.listening import reachable_address
 from distributed.launching.nodes import Node, interface_environ, this_node
 from distributed.launching.secret import VARIABLE
@@ -112,15 +113,19 @@ def work(
     with temporary_directory() as temporary:
         start["temporary"] = str(temporary)
         process, board = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS])
-        verdict = _Commands(process)
+        reporter = ProcessReporter(launcher, process, board)
+        verdict = _Commands(process, reporter)
         threads = [threading.Thread(target=verdict.listen, args=(commands,), daemon=True)]
         if on_epoch is not None:
             threads.append(threading.Thread(target=verdict.pass_on, args=(on_epoch,), daemon=True))
+        reporter.start()
         for thread in threads:
             thread.start()
-        status, progress = process.wait(), board.progress(0)
+        status = process.wait()
+        last = reporter.end()
+        board.close()
     with contextlib.suppress(OSError):  # the connection broke
-        _report_end(launcher, status, (progress.fit, progress.step))
+        _report_end(launcher, status, last)
     for thread in threads:
         thread.join()
     for each in launcher.sockets.values():
@@ -129,9 +134,9 @@ def work(
         raise Restart(f"rank {rank} starts again", verdict.silent)
 
 
-def _report_end(launcher: LauncherConnections, status: int, reached: tuple[int, int]) -> None:
-    """Report the exit status and the progress of the process, after the launcher has read all of its output. Without the wait
-    the status could arrive first, because it is sent on another connection."""
+def _report_end(launcher: LauncherConnections, status: int, last: Mapping[str, Any]) -> None:
+    """Report the exit status of the process and its last report, after the launcher has read all of its output. Without the
+    wait the status could arrive first, because it is sent on another connection."""
     streams = [launcher.sockets[kind] for kind in STREAMS]
     for stream in streams:
         with contextlib.suppress(OSError):  # the stream broke, which does not break the connection for commands
@@ -140,14 +145,14 @@ def _report_end(launcher: LauncherConnections, status: int, reached: tuple[int, 
         stream.settimeout(_READ_S)
         with contextlib.suppress(OSError):
             stream.recv(1)  # the launcher closes a stream after reading it to the end
-    launcher.send(status=status, reached=reached)
+    launcher.send(status=status, **last)
 
 
 class _Commands:
     """Execute the launcher's commands until the last one."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
+    def __init__(self, process: subprocess.Popen[bytes], reporter: ProcessReporter) -> None:
+        self._process, self._reporter = process, reporter
         self._metrics: queue.SimpleQueue[EpochMetrics | None] = queue.SimpleQueue()
         # True if the connection breaks without the command "end". The launcher refuses workers that connect after the run.
         self.is_restart = True
@@ -161,6 +166,8 @@ class _Commands:
                 self._process.send_signal(command["signum"])
             elif command["op"] == "kill":
                 self._process.kill()
+            elif command["op"] == "stacks":
+                self._reporter.send_stacks(command["number"])
             elif command["op"] == "report":
                 self._metrics.put(command["metrics"])
             elif command["op"] == "end":
@@ -178,22 +185,21 @@ class _Commands:
 def _start(
     worker_config: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]
 ) -> tuple[subprocess.Popen[bytes], Board]:
-    """Start the training process, and return it with the shared memory in which it records its progress.
+    """Start the training process, and return it with the memory in which it records its progress and the files for its stacks.
 
     It inherits `streams` and reads everything else from its standard input.
     """
     # Put the numbers of nodes and processes of this attempt into the request, in place of those that were asked for.
     request, fds = {**worker_config["request"], **start["processes"]}, [stream.fileno() for stream in streams]
-    with tempfile.TemporaryFile() as payload, tempfile.TemporaryFile() as memory:
-        memory.truncate(SLOT_BYTES)
-        inherited, board = memory.fileno(), Board(1, memory.fileno())
+    board = Board(1)
+    with tempfile.TemporaryFile() as payload:
         if worker_config["payload"] is not None:
             payload.write(worker_config["payload"])
             payload.flush()
             request["payload"] = f"/proc/self/fd/{payload.fileno()}"
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("process.py")), str(os.getpid())],
-            cwd=_working_dir(worker_config["cwd"]), stdin=subprocess.PIPE, pass_fds=[*fds, payload.fileno(), memory.fileno()],
+            cwd=_working_dir(worker_config["cwd"]), stdin=subprocess.PIPE, pass_fds=[*fds, payload.fileno(), *board.files],
             start_new_session=True,
         )  # fmt: skip
     assert process.stdin is not None
@@ -203,7 +209,7 @@ def _start(
             **start["environ"],
             VARIABLE: worker_config["secret"],
         }  # the key with which workers sign messages in their store
-        message = {"request": request, "fds": fds, "memory": inherited, **start, "environ": environ}
+        message = {"request": request, "fds": fds, "board": board.files, **start, "environ": environ}
         process.stdin.write(json.dumps(message).encode())
     return process, board
 

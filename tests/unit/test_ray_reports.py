@@ -1,0 +1,140 @@
+"""What Ray workers report of their training processes, without Ray."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from distributed.backends._ray.rendezvous import LauncherConnections, seals
+from distributed.backends._ray.reports import ProcessReporter, WorkerReports
+from distributed.launching.heartbeat import NUM_VALUES, Board, Phase
+from distributed.launching.stacks import line_in_script
+from tests.conftest import poll
+
+pytestmark = pytest.mark.timeout(60)
+
+# A training process: its second argument says what it does after it has reported a step.
+PROCESS = """
+import ctypes, json, os, signal, sys, time
+from distributed.launching.heartbeat import Board, Phase, heartbeat
+
+Board(1, json.loads(sys.argv[1])).join(0)
+
+def stands_here():
+    while True:
+        time.sleep(0.01)
+
+with heartbeat().fit():
+    heartbeat().begin(4, compiles=False, timeout_s=2.5)
+    heartbeat().mark(Phase.CALLBACKS, 7)
+    {"loop": stands_here, "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP), "crash": lambda: ctypes.string_at(0)}[sys.argv[2]]()
+"""
+
+
+@contextlib.contextmanager
+def reported(directory: Any, what: str) -> Iterator[tuple[WorkerReports, subprocess.Popen[bytes], ProcessReporter]]:
+    """Run the process as rank 1. Yield what the launcher knows, the process, and what reports on it."""
+    script = directory / "process.py"
+    script.write_text(PROCESS)
+    there, here = socket.socketpair()
+    board, seal = Board(1), seals("token", "worker")
+    process = subprocess.Popen([sys.executable, str(script), str(board.files), what], pass_fds=board.files)
+    reporter = ProcessReporter(LauncherConnections({"commands": there}, *seals("token", "worker")), process, board)
+    reports = WorkerReports(lambda op, number: reporter.send_stacks(number))
+
+    def listen() -> None:
+        with here.makefile("rb") as lines:
+            for line in lines:
+                reports.add(1, seal[1].open(line) or {})
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    reporter.start()
+    try:
+        yield reports, process, reporter
+    finally:
+        process.kill()
+        process.wait()
+        reporter.end()
+        there.close()
+        listener.join(10)
+        here.close()
+        board.close()
+
+
+def reached(reports: WorkerReports) -> Callable[[], bool]:
+    return lambda: reports.progress(1).phase is Phase.CALLBACKS
+
+
+def test_the_launcher_knows_the_progress_and_gets_the_stacks(tmp_path):
+    with reported(tmp_path, "loop") as (reports, process, _):
+        poll(reached(reports), 20, lambda: str(reports.progress(1)))
+        progress = reports.progress(1)
+        assert (progress.fit, progress.step, progress.timeout_s, progress.pid) == (1, 7, 2.5, process.pid)
+        assert reports.progress(0).pid == 0  # the other rank has sent nothing
+        for _ in range(2):
+            (worker,) = reports.inspect({1: process.pid}).values()
+            assert line_in_script(worker.process.stacks).endswith(", in stands_here")
+            assert worker.process.pid == process.pid and worker.loaders == []
+
+
+def test_a_process_that_is_stopped_is_said_to_be(tmp_path):
+    with reported(tmp_path, "stop") as (reports, process, _):
+        poll(reached(reports), 20, lambda: str(reports.progress(1)))
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+        (worker,) = reports.inspect({1: process.pid}).values()
+        assert worker.process.stacks == "" and worker.process.why == ", it is stopped (SIGSTOP)"
+
+
+def test_the_stacks_of_a_crash_are_in_the_last_report(tmp_path):
+    with reported(tmp_path, "crash") as (reports, process, reporter):
+        assert process.wait() == -signal.SIGSEGV
+        last = reporter.end()
+        reports.add(1, last)
+    assert (reports.progress(1).step, reports.progress(1).phase) == (7, Phase.CALLBACKS)
+    assert "Segmentation fault" in reports.crash(1) and line_in_script(reports.crash(1)).endswith(", in <lambda>")
+
+
+def test_a_worker_that_does_not_answer_is_told_from_a_process_that_does_not(monkeypatch):
+    monkeypatch.setattr("distributed.backends._ray.reports._ANSWER_S", 0.1)
+    (worker,) = WorkerReports(lambda **_: None).inspect({3: 99}).values()
+    assert worker.process.pid == 99 and worker.process.why == ", its Ray worker does not answer"
+
+
+def test_a_late_answer_to_an_earlier_request_is_not_used(monkeypatch):
+    monkeypatch.setattr("distributed.backends._ray.reports._ANSWER_S", 0.1)
+    stacks = {"pid": 99, "stacks": "Thread 0x1", "why_silent": "", "from_outside": ""}
+    reports = WorkerReports(lambda op, number: reports.add(0, {"stacks": stacks, "number": number - 1, "loader": None}))
+    (worker,) = reports.inspect({0: 99}).values()
+    assert worker.process.stacks == ""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"values": []}, {"values": 3}, {"values": ["1"] * NUM_VALUES}, {"values": [True] * NUM_VALUES},
+        {"values": [9] * NUM_VALUES}, {"stacks": {"pid": 1}, "number": 0, "loader": None}, {"stacks": {}},
+    ],
+)  # fmt: skip
+def test_what_no_worker_sends_is_refused(answer):
+    reports = WorkerReports(lambda **_: None)
+    with pytest.raises((ValueError, TypeError, KeyError)):
+        reports.add(0, answer)
+    assert reports.progress(0).beats == 0
+
+
+def test_the_next_attempt_begins_with_nothing():
+    reports = WorkerReports(lambda **_: None)
+    reports.add(0, {"values": [1] * NUM_VALUES, "crash": "Fatal"})
+    assert reports.progress(0).beats == 1 and reports.crash(0) == "Fatal"
+    reports.begin()
+    assert reports.progress(0).beats == 0 and reports.crash(0) == ""
