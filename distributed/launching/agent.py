@@ -40,7 +40,6 @@ from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_o
 from distributed.launching.request import LaunchRequest
 from distributed.launching.slow_check import SlowCheck
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
-from distributed.launching.worker_ends import with_progress
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
@@ -99,7 +98,8 @@ class ForkAgent(SimpleElasticAgent):
             return
         if message["op"] == "exit":
             log = functools.partial(self.output.log, self._rank_of[message["local_rank"]])
-            message = with_progress(message, self._board, log)
+            self.verdicts.add_end(message, self._board, log)
+            return
         self.verdicts.add(message)
 
     # methods that torch's SimpleElasticAgent calls

@@ -48,7 +48,7 @@ class HangCheck:
         self._undecided = -1
 
     def find(self, ranks: Mapping[int, int]) -> Failure | None:
-        """Return the failure of a worker that hangs, or None. `ranks` maps the local rank of each worker to check to its rank."""
+        """Return the failure of a worker that hangs, or None. `ranks` maps the key of each worker to check to its rank."""
         if not self._request.hang_timeout:
             return None
         now = time.monotonic()

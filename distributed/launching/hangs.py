@@ -1,4 +1,4 @@
-"""Decide from the progress of the workers of one node whether a worker hangs, and which one. Depends on no clock and no process."""
+"""Decide from the progress of the workers of a launcher whether a worker hangs, and which one. Depends on no clock and no process."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from distributed.launching.heartbeat import Phase, Progress
 
 SLOW = 10  # a part of training that is slow by its nature may take this many times `hang_timeout`, unless `hang_timeout_slow` is set
 _STEPS = 5  # a part of an update may take this many times the median duration of an update
-_MOST = 0.8  # share of the time limit of collectives; below 1, because the agent looks only at intervals
+_MOST = 0.8  # share of the time limit of collectives; below 1, because the launcher looks only at intervals
 _KEPT = 31  # number of durations from which the median is taken
 
 
 @dataclasses.dataclass
 class _Seen:
-    """The newest progress of a worker, and for how long the agent has seen no change."""
+    """The newest progress of a worker, and for how long the launcher has seen no change."""
 
     progress: Progress
     still_s: float = 0.0
@@ -27,13 +27,13 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Suspects:
-    """Workers that stand still while all others wait for them. They may in turn wait for another node.
+    """Workers that stand still while all others wait for them. They may in turn wait for workers of another launcher.
 
     Attributes:
         keys: the keys of the workers; several if they have made the same progress.
         progress: where they are in training.
         still_s: for how many seconds they have made no progress.
-        has_others_ahead: whether another worker of this node has made more progress.
+        has_others_ahead: whether another worker of the launcher has made more progress.
     """
 
     keys: tuple[int, ...]
@@ -65,7 +65,7 @@ class HangWatch:
 
         Args:
             all_progress: the progress of the workers that have not ended, by any key.
-            seconds: how long the agent has watched since the last look.
+            seconds: how long the launcher has watched since the last look.
         """
         self._seen = {key: self._follow(key, progress, seconds) for key, progress in all_progress.items()}
         if not self._seen:

@@ -16,7 +16,6 @@ import mmap
 import os
 import signal
 import struct
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -282,8 +281,9 @@ def read_stacks(fd: int, begin: int = 0) -> str:
 
 def _unnamed_file() -> int:
     """Return the descriptor of a new file without a name, in memory where the system can do this."""
-    if sys.platform == "linux":
-        return os.memfd_create("distributed-worker")
+    if hasattr(os, "memfd_create"):  # not in each Python for Linux
+        with contextlib.suppress(OSError):
+            return os.memfd_create("distributed-worker")
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())
 

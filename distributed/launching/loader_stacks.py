@@ -10,7 +10,6 @@ import contextlib
 import faulthandler
 import os
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -47,7 +46,7 @@ def stacks_of_workers(
 
 def join_as_loader(number: int) -> None:
     """Make this process the loader process `number` of its rank. It then writes its stacks on request. Called in the process itself."""
-    if sys.platform == "linux":
+    if hasattr(os, "memfd_create"):  # Linux; not in each Python
         memory = os.memfd_create(f"{_NAME}-{os.getpid()}-{number}")
         faulthandler.register(STACKS_SIGNAL, memory, all_threads=True)
 

@@ -18,9 +18,11 @@ from typing import Any
 from distributed.config.registry import hint_of, may_abort, retry_environ
 from distributed.launching.causes import Failure, root_cause, signal_name
 from distributed.launching.elastic import WorkerCount
+from distributed.launching.heartbeat import Reports
 from distributed.launching.repeats import Repeats
 from distributed.launching.request import LaunchRequest
 from distributed.launching.sharing import ways_out
+from distributed.launching.stacks import line_in_script
 from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
@@ -180,6 +182,22 @@ class Verdicts:
             else:
                 self._add_event(message)
             self._changed.notify_all()
+
+    def add_end(self, message: Mapping[str, Any], reports: Reports, log: Callable[[str], None]) -> None:
+        """Record the end of a worker with its step, its phase and, if a signal such as SIGSEGV ended it, its line.
+
+        Args:
+            message: the message "exit".
+            reports: what the workers have reported.
+            log: called with the stacks of a worker that crashed.
+        """
+        index = message["local_rank"]
+        progress = reports.progress(index)
+        end = {**message, "reached": (progress.fit, progress.step), "phase": progress.phase.in_fit}
+        if message["status"] < 0 and (crash := reports.crash(index)):
+            log(crash)
+            end["location"] = line_in_script(crash)
+        self.add(end)
 
     def _add_stop(self, message: Mapping[str, Any]) -> None:
         self.stop_signal, interrupts = message["signum"], message["interrupts"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.runs import FULL
-from tests.conftest import free_port, patient
+from tests.conftest import free_port, needs_backend, patient
 
 JOB = Path(__file__).parent / "jobs" / "slow_ranks.py"
 pytestmark = pytest.mark.timeout(600)
@@ -40,8 +40,10 @@ def named(run_cli, tmp_path):
     return run
 
 
-def test_a_rank_with_a_slow_loader_and_one_with_slow_passes_are_named(named, tmp_path):
-    first, second = named("loader", "step")
+@pytest.mark.parametrize("backend", ["pytorch-ddp", pytest.param("ray", marks=FULL)])
+def test_a_rank_with_a_slow_loader_and_one_with_slow_passes_are_named(named, tmp_path, backend):
+    needs_backend(backend)
+    first, second = named("loader", "step", flags=("--backend", backend))
     assert first.startswith("warning: rank 1 slows the others down: in ") and "(data " in first
     assert second.startswith("warning: rank 0 slows the others down: in ")
     events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]

@@ -201,6 +201,37 @@ with Signals() as signals:
 """
 
 
+REFUSED = """
+import os, queue, types
+from distributed.backends._ray.reports import WorkerReports
+from distributed.backends._ray.rendezvous import RendezvousServer, connect
+from distributed.launching.stopping import Signals, Stop
+
+begun, ends, reports = queue.Queue(), queue.Queue(), WorkerReports(print)
+events, _ = os.pipe()
+with Signals() as signals:
+    end = lambda op, local_rank, status, time, is_lost: ends.put((local_rank, status, is_lost))
+    server = RendezvousServer(signals, Stop(10.0), end, lambda workers: begun.put(workers), reports.add, print)
+    server.listener.listen("127.0.0.1")
+    server.listener.open()
+    server.start(types.SimpleNamespace(events=events))
+    one, other = (connect("127.0.0.1", server.listener.port, server.token, {"rank": rank, "world_size": 2}) for rank in (0, 1))
+    begun.get(timeout=10)
+    one.send(values=["no number"])
+    print(*ends.get(timeout=10))
+    other.send(values=[1] * 14)
+    print(next(other.read()), reports.progress(1).beats)
+    other.send(status=0)
+    print(*ends.get(timeout=10), flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_worker_that_sends_what_no_worker_sends_is_dropped_alone(run_python):
+    done = run_python(["-c", REFUSED])
+    assert done.stdout == "0 -9 True\n{'op': 'seen'} 1\n1 0 False\n", done.output
+
+
 def test_an_exception_in_its_thread_ends_the_workers_and_is_seen(run_python):
     done = run_python(["-c", BROKEN])
     news, told = done.stdout.splitlines()

@@ -10,14 +10,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from distributed.backends._ray.launch import _Launch
 from distributed.backends._ray.rendezvous import LauncherConnections, seals
 from distributed.backends._ray.reports import ProcessReporter, WorkerReports
 from distributed.launching.heartbeat import NUM_VALUES, Board, Phase
 from distributed.launching.stacks import line_in_script
+from distributed.runs.processes import descendants
 from tests.conftest import poll
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,6 +29,7 @@ pytestmark = pytest.mark.timeout(60)
 PROCESS = """
 import ctypes, json, os, signal, sys, time
 from distributed.launching.heartbeat import Board, Phase, heartbeat
+from distributed.launching.loader_stacks import join_as_loader
 
 Board(1, json.loads(sys.argv[1])).join(0)
 
@@ -33,15 +37,29 @@ def stands_here():
     while True:
         time.sleep(0.01)
 
+def loads():
+    if os.fork() == 0:
+        join_as_loader(3)
+        stands_here()
+    stands_here()
+
+def moves():
+    for step in range(8, 1000):
+        time.sleep(0.01)
+        heartbeat().mark(Phase.CALLBACKS, step)
+
 with heartbeat().fit():
     heartbeat().begin(4, compiles=False, timeout_s=2.5)
     heartbeat().mark(Phase.CALLBACKS, 7)
-    {"loop": stands_here, "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP), "crash": lambda: ctypes.string_at(0)}[sys.argv[2]]()
+    stop, crash = lambda: os.kill(os.getpid(), signal.SIGSTOP), lambda: ctypes.string_at(0)
+    {"loop": stands_here, "load": loads, "move": moves, "stop": stop, "crash": crash}[sys.argv[2]]()
 """
 
 
 @contextlib.contextmanager
-def reported(directory: Any, what: str) -> Iterator[tuple[WorkerReports, subprocess.Popen[bytes], ProcessReporter]]:
+def reported(
+    directory: Any, what: str, *, is_seen: bool = True
+) -> Iterator[tuple[WorkerReports, subprocess.Popen[bytes], ProcessReporter]]:
     """Run the process as rank 1. Yield what the launcher knows, the process, and what reports on it."""
     script = directory / "process.py"
     script.write_text(PROCESS)
@@ -55,6 +73,8 @@ def reported(directory: Any, what: str) -> Iterator[tuple[WorkerReports, subproc
         with here.makefile("rb") as lines:
             for line in lines:
                 reports.add(1, seal[1].open(line) or {})
+                if is_seen:
+                    reporter.go_on()
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
@@ -62,6 +82,8 @@ def reported(directory: Any, what: str) -> Iterator[tuple[WorkerReports, subproc
     try:
         yield reports, process, reporter
     finally:
+        for pid in descendants(process.pid):
+            os.kill(pid, signal.SIGKILL)
         process.kill()
         process.wait()
         reporter.end()
@@ -104,6 +126,58 @@ def test_the_stacks_of_a_crash_are_in_the_last_report(tmp_path):
     assert "Segmentation fault" in reports.crash(1) and line_in_script(reports.crash(1)).endswith(", in <lambda>")
 
 
+def test_the_stacks_of_loader_processes_arrive_too(tmp_path):
+    with reported(tmp_path, "load") as (reports, process, _):
+        poll(reached(reports), 20, lambda: str(reports.progress(1)))
+        (worker,) = poll(lambda: with_loaders(reports, process.pid), 20, lambda: "no loader process")
+        assert [(each.number, each.process.pid) for each in worker.loaders] == [(3, *descendants(process.pid))]
+        assert line_in_script(worker.loaders[0].process.stacks).endswith(", in stands_here")
+
+
+def with_loaders(reports, pid):
+    found = [*reports.inspect({1: pid}).values()]
+    return found if found[0].loaders else []
+
+
+def test_a_launcher_that_reads_nothing_gets_one_report(tmp_path, monkeypatch):
+    monkeypatch.setattr("distributed.backends._ray.reports._REPORT_S", 0.02)
+    with reported(tmp_path, "move", is_seen=False) as (reports, _, reporter):
+        poll(lambda: reports._values, 20, lambda: "no report")
+        first = reports.progress(1).step
+        board = reporter._board
+        poll(lambda: board.progress(0).step > first + 100, 20, lambda: str(board.progress(0)))
+        assert reports.progress(1).step == first
+        reporter.go_on()
+        poll(lambda: reports.progress(1).step > first, 20, lambda: "no second report")
+
+
+@pytest.mark.parametrize("what", ["end", "begin"])
+def test_nobody_waits_for_a_worker_that_has_ended_or_an_attempt_that_is_over(what):
+    def ask(**_: Any) -> None:
+        reports.end(3) if what == "end" else reports.begin()
+
+    reports = WorkerReports(ask)
+    (worker,) = reports.inspect({3: 99}).values()  # else it takes 30 s
+    assert worker.process.stacks == "" and (worker.process.why == ", it has ended") == (what == "end")
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_hang_of_an_attempt_that_is_over_is_not_blamed_on_the_next_one(begins):
+    blamed: list[Any] = []
+
+    class Hangs:
+        def find(self, ranks: Any) -> str:
+            launch._attempt += begins
+            return "rank 1 hangs"
+
+    launch: Any = object.__new__(_Launch)
+    launch._attempt, launch._hangs = 1, Hangs()
+    launch._verdicts = SimpleNamespace(watched={}, blame=blamed.append)
+    launch._slow = SimpleNamespace(look=lambda ranks, elsewhere: None)
+    launch._look_at_progress()
+    assert blamed == ([] if begins else ["rank 1 hangs"])
+
+
 def test_a_worker_that_does_not_answer_is_told_from_a_process_that_does_not(monkeypatch):
     monkeypatch.setattr("distributed.backends._ray.reports._ANSWER_S", 0.1)
     (worker,) = WorkerReports(lambda **_: None).inspect({3: 99}).values()
@@ -122,7 +196,8 @@ def test_a_late_answer_to_an_earlier_request_is_not_used(monkeypatch):
     "answer",
     [
         {"values": []}, {"values": 3}, {"values": ["1"] * NUM_VALUES}, {"values": [True] * NUM_VALUES},
-        {"values": [9] * NUM_VALUES}, {"stacks": {"pid": 1}, "number": 0, "loader": None}, {"stacks": {}},
+        {"values": [9] * NUM_VALUES}, {"values": [1] * (NUM_VALUES - 1) + [1 << 63]},
+        {"stacks": {"pid": 1}, "number": 0, "loader": None}, {"stacks": {}},
     ],
 )  # fmt: skip
 def test_what_no_worker_sends_is_refused(answer):

@@ -42,7 +42,6 @@ from distributed.launching.stopping import Signals, Stop
 from distributed.launching.subreaper import Subreaper
 from distributed.launching.variables import THREAD_VARIABLES, set_thread_variables
 from distributed.launching.verdicts import Verdict, Verdicts
-from distributed.launching.worker_ends import with_progress
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
@@ -185,7 +184,9 @@ class _Launch:
 
     def _look_at_progress(self) -> None:
         """Restart the workers if one of them hangs, and name one that is slow."""
-        if (hang := self._hangs.find(self._verdicts.watched)) is not None:
+        attempt = self._attempt
+        hang = self._hangs.find(self._verdicts.watched)  # meanwhile, workers may be lost, and Ray may start others
+        if hang is not None and attempt == self._attempt:
             self._verdicts.blame(hang)
         self._slow.look(self._verdicts.watched, {})
 
@@ -325,10 +326,11 @@ class _Launch:
     # ------------------------------------------------------------------ the output's thread
 
     def _take(self, message: dict[str, Any]) -> None:
-        if message["op"] == "exit":
+        if message["op"] == "exit" and not message["is_lost"]:
             log = functools.partial(self._output.log, message["local_rank"])
-            message = with_progress(message, self._reports, log)
-        self._verdicts.add(message)
+            self._verdicts.add_end(message, self._reports, log)
+        else:
+            self._verdicts.add(message)
 
     def _report(self, metrics: EpochMetrics) -> None:
         """Report a finished epoch to Ray and to the caller of `fit`."""
@@ -356,6 +358,8 @@ class _Launch:
         self._patience.put(news)
 
     def _send(self, **message: Any) -> None:
+        if message["op"] == "exit":
+            self._reports.end(message["local_rank"])
         self._channel.send(json.dumps(message).encode())
 
     def _begin(self, workers: dict[int, WorkerConnections]) -> None:

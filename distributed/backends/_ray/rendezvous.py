@@ -153,7 +153,7 @@ class RendezvousServer:
             )
             self.send_to_all(op="kill")
             for worker in [*self._joined.values()]:
-                self._end_worker(worker, -9)
+                self._end_worker(worker, -9, is_lost=True)
             raise
 
     def _patience_s(self) -> float | None:
@@ -237,6 +237,8 @@ class RendezvousServer:
         try:
             if worker in self._joined.values() and not worker.has_ended:
                 self._on_answer(worker.hello["rank"], answer)
+                if "values" in answer:
+                    worker.send(op="seen")
             if "status" in answer:
                 self._end_worker(worker, int(answer["status"]))
         except (TypeError, ValueError, KeyError):
@@ -248,7 +250,7 @@ class RendezvousServer:
         if worker in self._joined.values() and not worker.has_ended:
             self.num_lost += 1
         # A worker that reports no exit status was killed together with its training process.
-        self._end_worker(worker, -9)
+        self._end_worker(worker, -9, is_lost=True)
         is_joining = worker in self._joining.values()
         self._joining = {key: other for key, other in self._joining.items() if other is not worker}
         worker.sockets["commands"].close()
@@ -267,11 +269,11 @@ class RendezvousServer:
         for name in names:
             self._joining.pop(name).send(op="end", restart=True)
 
-    def _end_worker(self, worker: WorkerConnections, status: int) -> None:
+    def _end_worker(self, worker: WorkerConnections, status: int, *, is_lost: bool = False) -> None:
         if worker.has_ended or worker not in self._joined.values():
             return
         worker.has_ended = True
-        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time())
+        self._send(op="exit", local_rank=worker.hello["rank"], status=status, time=time.time(), is_lost=is_lost)
 
 
 def _keep_alive(connection: socket.socket) -> None:

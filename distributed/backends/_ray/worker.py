@@ -110,9 +110,9 @@ def work(
         if start["restart"]:
             raise Restart(f"rank {rank} starts again")
         return
-    with temporary_directory() as temporary:
+    with temporary_directory() as temporary, contextlib.closing(Board(1)) as board:
         start["temporary"] = str(temporary)
-        process, board = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS])
+        process = _start(worker_config, start, [launcher.sockets[kind] for kind in STREAMS], board)
         reporter = ProcessReporter(launcher, process, board)
         verdict = _Commands(process, reporter)
         threads = [threading.Thread(target=verdict.listen, args=(commands,), daemon=True)]
@@ -123,7 +123,6 @@ def work(
             thread.start()
         status = process.wait()
         last = reporter.end()
-        board.close()
     with contextlib.suppress(OSError):  # the connection broke
         _report_end(launcher, status, last)
     for thread in threads:
@@ -166,6 +165,8 @@ class _Commands:
                 self._process.send_signal(command["signum"])
             elif command["op"] == "kill":
                 self._process.kill()
+            elif command["op"] == "seen":
+                self._reporter.go_on()
             elif command["op"] == "stacks":
                 self._reporter.send_stacks(command["number"])
             elif command["op"] == "report":
@@ -183,15 +184,14 @@ class _Commands:
 
 
 def _start(
-    worker_config: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket]
-) -> tuple[subprocess.Popen[bytes], Board]:
-    """Start the training process, and return it with the memory in which it records its progress and the files for its stacks.
+    worker_config: Mapping[str, Any], start: Mapping[str, Any], streams: list[socket.socket], board: Board
+) -> subprocess.Popen[bytes]:
+    """Start the training process.
 
-    It inherits `streams` and reads everything else from its standard input.
+    It inherits `streams` and the files of `board`, and reads everything else from its standard input.
     """
     # Put the numbers of nodes and processes of this attempt into the request, in place of those that were asked for.
     request, fds = {**worker_config["request"], **start["processes"]}, [stream.fileno() for stream in streams]
-    board = Board(1)
     with tempfile.TemporaryFile() as payload:
         if worker_config["payload"] is not None:
             payload.write(worker_config["payload"])
@@ -211,7 +211,7 @@ def _start(
         }  # the key with which workers sign messages in their store
         message = {"request": request, "fds": fds, "board": board.files, **start, "environ": environ}
         process.stdin.write(json.dumps(message).encode())
-    return process, board
+    return process
 
 
 def _working_dir(of_launcher: str) -> str:
