@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.backends._ray.launch import gpus_beside, objection
+from distributed.backends._ray.hellos import gpus_beside, objection
 from distributed.backends._ray.rendezvous import STREAMS, LauncherConnections, WorkerConnections, connect, seals
 from distributed.backends._ray.worker import _report_end
 from distributed.launching import seal

@@ -18,11 +18,12 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from distributed.backends._ray.cluster import LOOK_S, Cluster
+from distributed.backends._ray.hellos import environments_of, gpus_beside, node_names, objection
 from distributed.backends._ray.patience import Patience
 from distributed.backends._ray.rendezvous import RendezvousServer, WorkerConnections, attach
 from distributed.backends._ray.reports import WorkerReports
@@ -383,7 +384,7 @@ class _Launch:
             self._display.handle({"kind": "notice", "text": names_of(by_node)})
         self._names, self._name_of = by_node, names
         self._patience.begin({worker.hello["node"]: names[rank] for rank, worker in workers.items()})
-        environments = self._environments(workers)
+        environments = environments_of(workers, self._request.master_port, self._attempt)
         num_nodes = 1 + max(environment.node_rank for environment in environments)
         is_even = len({environment.local_world_size for environment in environments}) == 1
         even = num_nodes if is_even else 1
@@ -413,67 +414,9 @@ class _Launch:
         scratch = self._cluster.scratch
         return str(scratch / f"store-{self._attempt}") if scratch is not None else None
 
-    def _environments(self, workers: dict[int, WorkerConnections]) -> list[WorkerEnvironment]:
-        """Return the environment of every rank. Ray Train gives the workers of one node consecutive ranks."""
-        nodes = list(dict.fromkeys(worker.hello["node"] for worker in workers.values()))
-        first = workers[0].hello
-        environments: list[WorkerEnvironment] = []
-        for rank, worker in workers.items():
-            beside = [other for other, one in workers.items() if one.hello["node"] == worker.hello["node"]]
-            environments.append(
-                WorkerEnvironment(
-                    rank, beside.index(rank), len(workers), len(beside), nodes.index(worker.hello["node"]),
-                    first["address"], self._request.master_port or first["port"], self._attempt, "environment",
-                )
-            )  # fmt: skip
-        return environments
-
     def _environ(self, environment: WorkerEnvironment, num_nodes: int) -> dict[str, str]:
         error_file = self._run.logs / f"rank-{environment.rank}.error.json"
         error_file.unlink(missing_ok=True)
         return environment.to_torchrun_environ(
             num_nodes=num_nodes, max_restarts=self._request.max_restarts, run_id=self._run_id, error_file=error_file
         )
-
-
-def objection(workers: Mapping[int, WorkerConnections], run_dir: Path) -> str | None:
-    """Return why these workers cannot train together, or None."""
-    for rank, worker in workers.items():
-        if not worker.hello["sees_run"]:
-            return (
-                f"run directory {str(run_dir)!r} is not visible to rank {rank} on {worker.hello['host']}: run from a directory that all"
-                " nodes of the cluster share"
-            )
-    first = workers[0].hello
-    for rank, worker in workers.items():
-        pairs = ", ".join(
-            f"{name} {version} there and {first['versions'][name]} on {first['host']}"
-            for name, version in worker.hello["versions"].items()
-            if version != first["versions"][name]
-        )
-        if pairs:
-            return f"the node of rank {rank} ({worker.hello['host']}) differs from that of rank 0: {pairs}"
-    return None
-
-
-def node_names(workers: Mapping[int, WorkerConnections]) -> dict[int, str]:
-    """Return rank -> name of its node: the host name, with the address if several nodes have the same host name."""
-    hosts = {worker.hello["node"]: worker.hello["host"] for worker in workers.values()}
-    return {
-        rank: worker.hello["host"]
-        if list(hosts.values()).count(worker.hello["host"]) == 1
-        else f"{worker.hello['host']} ({worker.hello['address']})"
-        for rank, worker in workers.items()
-    }
-
-
-def gpus_beside(worker: WorkerConnections, workers: Iterable[WorkerConnections]) -> dict[str, str]:
-    """Return CUDA_VISIBLE_DEVICES with the GPUs of all workers on the node of `worker`.
-
-    As under torchrun, every worker sees all of them, and LOCAL_RANK selects its own. Ray would show a worker only its
-    own GPU. The GPUs are sorted by their numbers, so that a rank has the same GPU after a restart: Ray gives the tasks of a
-    further attempt the GPUs in the order in which the tasks start.
-    """
-    gpus = [gpu for other in workers if other.hello["node"] == worker.hello["node"] for gpu in other.hello["gpus"]]
-    in_order = sorted(gpus, key=lambda gpu: (int(gpu) if gpu.isdecimal() else -1, gpu))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(in_order)} if gpus else {}
