@@ -19,8 +19,9 @@ from distributed.launching.engines import seed_generators
 from distributed.loggers.logger import Logger, split_loggers
 from distributed.runs.processes import interrupts_kept
 from distributed.state import Job
+from distributed.training.model_session import hinted
 from distributed.training.own_run import KeptState, OwnRun
-from distributed.training.session import FitSession, hinted
+from distributed.training.session import FitSession
 from distributed.training.setup import Setup, make_setup
 
 if TYPE_CHECKING:

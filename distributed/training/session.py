@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from distributed.backends.base import Backend, ShardedData, check_callbacks
 from distributed.backends.effects import Situation, lines_of, without_effect
-from distributed.backends.exporting import save_pretrained
 from distributed.backends.out_of_memory import is_out_of_memory, out_of_memory
 from distributed.callbacks import AveragedWeights, Callback, EarlyStopping, FitContext
 from distributed.callbacks.of_fit import before_update, bound, load_states, states
 from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.mirror import UPLOAD_FAILED
 from distributed.checkpoints.store import CheckpointStore
-from distributed.config.merging import MergedConfig, for_evaluation
-from distributed.config.optimization import RateCurve, named, without_curve
+from distributed.config.merging import MergedConfig
+from distributed.config.optimization import RateCurve, named
 from distributed.config.plan import BatchPlan, in_effect, plan_batch
-from distributed.config.registry import backend_entry, hint_of
-from distributed.config.settings import DistributedConfig
+from distributed.config.registry import backend_entry
 from distributed.errors import ConfigError, DistributedError, TrainingInterrupted
 from distributed.launching.causes import says_that_another_rank_has_ended
 from distributed.launching.epochs import Caller, Epochs
-from distributed.launching.exposure import launcher_warnings
 from distributed.launching.heartbeat import Phase, heartbeat
-from distributed.launching.reporter import Reporter, report_before_abort
+from distributed.launching.reporter import report_before_abort
 from distributed.launching.request import launched_by, link
 from distributed.loggers import registry as loggers
 from distributed.loggers.base import LoggedFit, Tracker
@@ -44,7 +38,7 @@ from distributed.loggers.logged import receiving
 from distributed.metrics.monitor import check_monitor, check_own_loop
 from distributed.runs.directory import RunDirectory
 from distributed.runs.history import History
-from distributed.runs.processes import REGROUP_SIGNAL, raise_kept
+from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import (
     Result,
     finished_lines,
@@ -52,17 +46,16 @@ from distributed.runs.summary import (
     started_lines,
     was_interrupted,
 )
-from distributed.state import DataRole, TrainState, WorkerContext
+from distributed.state import TrainState, WorkerContext
 from distributed.training import ending, loop
 from distributed.training.common_step import CommonStep
-from distributed.training.files import TrainerFiles
 from distributed.training.interrupts import by_the_clock, stop_on_signals
 from distributed.training.micro_batches import shard_to_fit
-from distributed.training.predictions import write_outputs
+from distributed.training.model_session import ModelSession, hinted, without_paths
 from distributed.training.setup import Setup
 from distributed.training.snapshots import Snapshots, open_snapshots
 from distributed.training.so_far import means_of_epoch
-from distributed.training.validation import Validation, check_targets, evaluate, evaluation_batch, sets_of, shard_of
+from distributed.training.validation import Validation, check_targets, sets_of, shard_of
 
 _fit_numbers = itertools.count()  # numbers the fits of this process, because each needs new keys in the ranks' store
 
@@ -108,38 +101,14 @@ class Fit:
         return self.state
 
 
-@contextlib.contextmanager
-def hinted() -> Iterator[None]:
-    """Add the registry's hint for an engine's error, if it has one, to the notes of the error."""
-    try:
-        yield
-    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
-        hint = hint_of(str(error))
-        if hint is not None and f"hint: {hint}" not in getattr(error, "__notes__", ()):
-            error.add_note(f"hint: {hint}")
-        raise
-
-
-class FitSession:
+class FitSession(ModelSession):
     """Train, evaluate, predict and save for one Trainer in this process with `backend`. All ranks call every method."""
 
     def __init__(self, setup: Setup, backend: Backend[Any]) -> None:
-        self.setup, self.backend = setup, backend
-        self.merged = setup.merged  # the settings of the newest fit, each with its source
-        is_shown = setup.is_main_process and setup.request.is_shown
-        self._reporter = Reporter(is_shown, setup.merged.config.verbose)
-        self.backend.configure(on_event=self._reporter, job=setup.job)
-        raise_kept()  # the script's imports may have swallowed a Ctrl-C, after which the other ranks may have left
-        for text in launcher_warnings(setup.worker) if setup.is_main_process else ():
-            self._reporter({"kind": "warning", "text": text})
-        self.context: WorkerContext = self.backend.setup()
-        atexit.register(_teardown, weakref.ref(self.backend))
-        self.files = TrainerFiles(setup, self.backend, self.context, self._reporter)
-        self._prepared_for: str | None = None  # "evaluation" or "fit"
+        super().__init__(setup, backend)
         self._curve: Any = None  # the schedule of the fit, if settings name it
         self.checkpoint: Path | None = None  # newest checkpoint that this trainer saved or resumed from
         self._is_saved = False  # whether the state at the start of training is in the store
-        self._state: TrainState | None = None  # of the last fit that ended
         self._fit: Fit | None = None  # the fit that runs
         self._num_fits = 0
 
@@ -216,7 +185,7 @@ class FitSession:
         result, began = Result(run, self.setup.plan, self.context), time.monotonic() - state.total_time
         fit = Fit(state, train, validation, callbacks, opened.store, run, result, began)
         if opened.snapshots is not None:
-            fit.take_snapshot = lambda: opened.snapshots.take(fit.state_to_save(), _without_paths(merged.config))
+            fit.take_snapshot = lambda: opened.snapshots.take(fit.state_to_save(), without_paths(merged.config))
         if merged.config.checkpoint_async:
             opened.notices.append(self.files.memory_for_copies())
         self._show_start(merged, train.batch, opened.notices, fit, resumed)
@@ -349,6 +318,16 @@ class FitSession:
             raise ConfigError("context.evaluate() was called within a validation: call it in another hook")
         return self.evaluate(data)
 
+    def _newest_state(self) -> TrainState | None:
+        return self._state if self._fit is None else self._fit.state
+
+    def _state_to_save(self) -> TrainState:
+        if self._fit is None:
+            return super()._state_to_save()
+        state = self._fit.state_to_save()
+        heartbeat().mark(Phase.SAVING, state.step, is_slow=True)
+        return state
+
     def _enter_batch(self) -> bool:
         """Mark in the heartbeat that a batch of an evaluation or a prediction inside a fit begins. Return True."""
         if self._fit is not None:
@@ -479,7 +458,7 @@ class FitSession:
         state, config = fit.state, self.merged.config
         fit.state_to_save()
         is_measured = bool(state.rows) and state.rows[-1]["step"] == state.step
-        best_value, settings = state.rows[-1].get(config.monitor) if is_measured else None, _without_paths(config)
+        best_value, settings = state.rows[-1].get(config.monitor) if is_measured else None, without_paths(config)
         if config.checkpoint_async:
             kept = dataclasses.replace(state, rows=list(state.rows), metrics=dict(state.metrics), best=dict(state.best))
             has_begun = fit.store.save_in_background(state, settings, best_value, lambda: common.request(loop.SAVED))
@@ -549,118 +528,6 @@ class FitSession:
             {"kind": "finished", "lines": [*finished_lines(fit.run, fit.state), *ending.lines_to_resume(self, fit)]}
         )
 
-    # ------------------------------------------------------------------ evaluate, predict, average, save
-
-    @hinted()
-    def evaluate(self, data: Any) -> dict[str, float]:
-        backend = self.backend
-        with (
-            backend.logged.evaluating(self.context.rank, self._names_of_metrics()),
-            backend.own_generators(),
-            backend.as_trained(),
-            receiving(backend.logged),
-            contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded,
-        ):
-            return evaluate(self.backend, sharded, self._enter_batch) or {}
-
-    @hinted()
-    def predict(self, data: Any, out: str | os.PathLike[str] | None = None, *, force: bool = False) -> Any:
-        outputs = self._outputs_of(data)
-        if out is not None:
-            config = self.merged.config
-            is_by_rank = bool(config.options("data").presharded)
-            return write_outputs(
-                out, outputs, self.backend, timeout_s=config.timeout_s, is_by_rank=is_by_rank, force=force
-            )
-        mine = [(number, self.context.rank, value) for number, (_, value, count) in enumerate(outputs) if count]
-        return self.backend.join_outputs(self.backend.world.gather(mine))
-
-    def _outputs_of(self, data: Any) -> Iterator[tuple[int, Any, int]]:
-        """Yield (position, outputs of this rank, number of its samples) of each update batch. Each is a collective."""
-        backend = self.backend
-        with (
-            backend.own_generators(),
-            backend.as_trained(),
-            contextlib.closing(self._sharded(data, DataRole.PREDICTION)) as sharded,
-        ):
-            for update_batch in sharded.epoch(0):
-                (micro,) = update_batch.micro_batches
-                self._enter_batch()
-                yield update_batch.position, backend.predict_step(micro), micro.num_samples
-
-    def _names_of_metrics(self) -> list[str]:
-        """Return the names of metrics that are known before the first step."""
-        job = self.setup.job
-        return [*job.metrics, *(["accuracy"] if job.training_step is None else [])]
-
-    def metric_average(self, value: float, name: str) -> float:
-        return self.backend.world.reduce({name: value})[name] / self.context.world_size
-
-    def main_process_first(self, local: bool) -> contextlib.AbstractContextManager[None]:
-        context = self.context
-        is_first = context.local_rank == 0 if local else context.is_main_process
-        return Agreement(self.backend.world, self.merged.config.timeout_s).first(is_first, "main_process_first")
-
-    @contextlib.contextmanager
-    def whole_model(self) -> Iterator[Any]:
-        self._ensure_prepared(BatchPlan(1, 1, 1, 1))
-        with self.backend.whole_model() as model:
-            yield model
-
-    def first_batch(self, data: Any) -> Any:
-        """Return the first batch of `data`, with its targets, and prepare the model for it."""
-        with self.backend.own_generators(), contextlib.closing(self._sharded(data, DataRole.EVALUATION)) as sharded:
-            return next(sharded.epoch(0)).micro_batches[0].batch
-
-    def save_pretrained(self, path: Path) -> None:
-        with self.whole_model() as model:
-            self.files.on_main(lambda: save_pretrained(model, self.setup.job.processing_class, path))
-
-    def save(self, path: Path) -> Path:
-        with self.backend.as_trained():
-            return self._save(path)
-
-    def _save(self, path: Path) -> Path:
-        self._ensure_prepared(BatchPlan(1, 1, 1, 1))
-        if path.suffix == ".safetensors":
-            self.backend.export(path)
-            return path
-        store = CheckpointStore(
-            path, self.backend, keep_latest_k=1 << 30, keep_best=False, monitor="", monitor_mode="min",
-            context=self.context, on_event=self._reporter,
-        )  # fmt: skip
-        state = self._state or TrainState()
-        if self._fit is not None:
-            state = self._fit.state_to_save()
-            heartbeat().mark(Phase.SAVING, state.step, is_slow=True)
-        with self.backend.own_generators():  # a checkpoint stores their states too
-            saved = store.save(state, _without_paths(self.merged.config), None)
-        if saved is None:
-            raise ConfigError(f"{path} could not be written: name another path")
-        return saved
-
-    def _sharded(self, data: Any, role: DataRole) -> Any:
-        batch = evaluation_batch(self.backend, data, self.merged.config.batch_size)
-        sharded = self.backend.shard(data, batch, role)
-        if (state := self._state if self._fit is None else self._fit.state) is not None:
-            sharded.use_version(state.data_version)
-        self._ensure_prepared(batch)  # after `shard`, because a model may need a batch to be built
-        return sharded
-
-    def _ensure_prepared(self, batch: BatchPlan) -> None:
-        """Prepare the model for evaluation only, unless it is prepared already. A collective."""
-        if self._prepared_for is not None:
-            return
-        self._prepared_for = "evaluation"
-        backend, merged = self.backend, self.backend.merged
-        backend.configure(for_evaluation(merged))
-        with backend.own_generators():
-            job, _ = named(merged, self.setup.job, 1)
-            # Without a named schedule, because the data of a fit decides its length.
-            backend.prepare(without_curve(job), batch)
-        backend.unwrap()
-        backend.configure(merged)
-
 
 def _report_choice(backend: str, context: WorkerContext) -> None:
     """Make the launcher of this node import the backend for a restart, if the launcher did not know the script's choice."""
@@ -674,18 +541,3 @@ def _close_all(callbacks: Sequence[Callback]) -> None:
     for callback in callbacks:
         if isinstance(callback, Tracker):
             callback.close()
-
-
-def _teardown(backend: weakref.ref[Backend[Any]]) -> None:
-    """Tear down the backend at exit, unless it was garbage-collected."""
-    if (alive := backend()) is not None:
-        alive.teardown()
-
-
-def _without_paths(config: DistributedConfig) -> dict[str, Any]:
-    """Return the settings for a manifest. Paths are left out, because a run directory can be copied."""
-    return {
-        name: value
-        for name, value in config.to_dict().items()
-        if name not in ("checkpoint_dir", "tensorboard_dir", "resume_from_checkpoint", "init_from")
-    }
