@@ -1,15 +1,19 @@
-"""Change a directory of checkpoints on disk: stage, rename, find, set aside and prune. Main process only."""
+"""Change a directory of checkpoints on disk: stage, seal, rename, find, set aside and prune. Main process only."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from distributed.checkpoints.durable import sync
+from distributed.checkpoints.digests import FileRecord, file_digest
+from distributed.checkpoints.durable import sync, write_file
 from distributed.checkpoints.manifest import (
+    MANIFEST,
     CheckpointInfo,
     Manifest,
     NewerFormatError,
@@ -65,8 +69,27 @@ class CheckpointDirectory:
         """Return the sequence number of the next save."""
         return 1 + max((manifest.sequence for manifest in self._manifests()), default=0)
 
+    def seal(self, target: Path, manifest: Manifest, known: Mapping[str, FileRecord], sequence: int) -> None:
+        """Complete the stage of `target`: write a manifest with the records of all files, and sync the directories.
+
+        Args:
+            target: the checkpoint.
+            manifest: the manifest without the files and the sequence number.
+            known: the records of the files that `write_file` wrote, by their names in the stage. Other files are read again.
+            sequence: the smallest sequence number that the checkpoint may get.
+        """
+        stage = stage_of(target)
+        everything = sorted(stage.rglob("*"))
+        names = {str(path.relative_to(stage)): path for path in everything if path.is_file()}
+        records = {name: _record_of(path, known.get(name)) for name, path in names.items()}
+        number = max(self.next_sequence(), sequence)
+        content = dataclasses.replace(manifest, files=records, sequence=number).to_bytes()
+        write_file(stage / MANIFEST, [content], len(content))
+        for directory in [*(path for path in everything if path.is_dir()), stage]:
+            sync(directory)
+
     def put_in_place(self, target: Path) -> None:
-        """Rename the finished stage to `target`.
+        """Rename the sealed stage to `target`.
 
         A directory cannot replace another one atomically. An existing checkpoint of the same step is therefore renamed
         first; `_tidy` restores it if a crash comes in between.
@@ -206,6 +229,17 @@ def beside(checkpoint: Path) -> str:
     if not others:
         return "there is no other checkpoint in its directory"
     return f"another checkpoint, whose files have the right sizes, is {others[-1].path}"
+
+
+def _record_of(path: Path, written: FileRecord | None) -> FileRecord:
+    """Return the record of a file. If `write_file` wrote the file, it is synced already and its digest is known."""
+    size = path.stat().st_size
+    if written is None:
+        sync(path)
+        return FileRecord(size, file_digest(path))
+    if size != written.bytes:
+        raise OSError(errno.EIO, f"{path.name} has {size} bytes, {written.bytes} were written")
+    return written
 
 
 def _discard(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import errno
 import functools
@@ -20,12 +19,11 @@ from typing import Any, Protocol
 from distributed.checkpoints.agreement import Agreement, Ranks
 from distributed.checkpoints.background import BackgroundSave, Records
 from distributed.checkpoints.copies import Copies
-from distributed.checkpoints.digests import FileRecord, file_digest
+from distributed.checkpoints.digests import FileRecord
 from distributed.checkpoints.directory import CheckpointDirectory, beside, open_verified, stage_of
-from distributed.checkpoints.durable import records_of_written, size_text, sync, write_file
+from distributed.checkpoints.durable import records_of_written, size_text
 from distributed.checkpoints.loading import CheckpointReader, Loads
 from distributed.checkpoints.manifest import (
-    MANIFEST,
     Manifest,
     NewerFormatError,
     inspect,
@@ -37,9 +35,7 @@ from distributed.checkpoints.mirror import UPLOAD_FAILED, Mirror, Upload, fetch_
 from distributed.checkpoints.objects import Objects, unusable
 from distributed.checkpoints.staging import Copying, Staging
 from distributed.checkpoints.state_file import identity, read_state, write_state
-from distributed.checkpoints.verifying import (
-    verify,
-)
+from distributed.checkpoints.verifying import verify
 from distributed.config.addresses import check_address, is_address
 from distributed.config.plan import ProcessPlan
 from distributed.config.registry import REGISTRY
@@ -482,15 +478,7 @@ class CheckpointStore:
 
     def _commit(self, target: Path, manifest: Manifest, which: str, known: Records) -> None:
         """Write the manifest and rename the stage. `which` identifies the state. Called on the main process, from any thread."""
-        stage = stage_of(target)
-        everything = sorted(stage.rglob("*"))
-        names = {str(path.relative_to(stage)): path for path in everything if path.is_file()}
-        records = {name: _seal_file(path, known.get(name)) for name, path in names.items()}
-        sequence = max(self._files.next_sequence(), self._mirror.next_sequence() if self._mirror is not None else 0)
-        content = dataclasses.replace(manifest, files=records, sequence=sequence).to_bytes()
-        write_file(stage / MANIFEST, [content], len(content))
-        for directory in [*(path for path in everything if path.is_dir()), stage]:
-            sync(directory)
+        self._files.seal(target, manifest, known, 0 if self._mirror is None else self._mirror.next_sequence())
         self._files.put_in_place(target)
         self._current = (target, which)
         self._remove_opened()
@@ -549,17 +537,6 @@ class CheckpointStore:
 def _below(stage: Path, written: Written) -> dict[str, FileRecord]:
     """Return the records of the files below `stage` by their names."""
     return {str(path.relative_to(stage)): record for path, record in written.items() if path.is_relative_to(stage)}
-
-
-def _seal_file(path: Path, written: FileRecord | None) -> FileRecord:
-    """Return the record of a file. If `write_file` wrote the file, it is synced already and its digest is known."""
-    size = path.stat().st_size
-    if written is None:
-        sync(path)
-        return FileRecord(size, file_digest(path))
-    if size != written.bytes:
-        raise OSError(errno.EIO, f"{path.name} has {size} bytes, {written.bytes} were written")
-    return written
 
 
 def _versions() -> dict[str, str]:

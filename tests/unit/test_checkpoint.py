@@ -24,7 +24,7 @@ import pytest
 from safetensors import safe_open
 
 from distributed.backends.world import OneProcess
-from distributed.checkpoints import durable, manifest
+from distributed.checkpoints import directory, durable, manifest
 from distributed.checkpoints import store as checkpoint
 from distributed.checkpoints.digests import FileRecord, file_digest
 from distributed.checkpoints.manifest import NewerFormatError, list_checkpoints, resolve
@@ -206,7 +206,7 @@ def test_digests_come_from_the_writes_of_each_rank_and_only_other_files_are_read
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[str] = []
-    monkeypatch.setattr(checkpoint, "file_digest", lambda path: read.append(path.name) or file_digest(path))
+    monkeypatch.setattr(directory, "file_digest", lambda path: read.append(path.name) or file_digest(path))
     threads = Threads(2)
     ranks = [rig(tmp_path, rank, threads) for rank in range(2)]
     ranks[1].backend.before_save = lambda: (tmp_path / ".tmp-step-00000001" / "own.bin").write_bytes(b"of the engine")
