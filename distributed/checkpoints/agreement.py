@@ -58,7 +58,8 @@ class Agreement:
     """Run actions so that their disk errors and user errors are raised on every rank.
 
     Only OSError and DistributedError are agreed on. A rank that raises another exception does not wait for the others, which raise
-    TrainingError with its message. An action may take longer than `timeout_s` as long as its process is alive.
+    TrainingError with its message, or wait in the next collective if the action runs on the main process only. An action may take
+    longer than `timeout_s` as long as its process is alive.
     """
 
     def __init__(self, world: Ranks, timeout_s: float) -> None:
@@ -71,15 +72,19 @@ class Agreement:
         Every rank must call it. It is a barrier. If `action` fails, every rank raises its error.
         """
         error: OSError | DistributedError | None = None
-        with self._turn() as turn:
+        answer: dict[str, Any] = {}
+        with self._turn(everybody=False):
             if self.context.is_main_process:
                 try:
-                    turn.said = {"value": action()}
+                    answer = {"value": action()}
                 except (OSError, DistributedError) as raised:
-                    error, turn.said = raised, described(raised)
-        if failed := {rank: said for rank, said in turn.heard.items() if "value" not in said}:
-            _raise_together(error, failed, self.context.rank)
-        value: T = turn.heard[0]["value"]
+                    error, answer = raised, described(raised)
+        answer = self.world.broadcast(answer)
+        if error is not None:
+            raise error
+        if "value" not in answer:
+            raise rebuilt(answer, 0)
+        value: T = answer["value"]
         return value
 
     def on_all(self, action: Callable[[], T]) -> T:
@@ -89,7 +94,7 @@ class Agreement:
         of the first failing rank. If some ranks raise a DistributedError and others an OSError, only the first count as failing.
         """
         error: OSError | DistributedError | None = None
-        with self._turn() as turn:
+        with self._turn(everybody=True) as turn:
             try:
                 value = action()
             except (OSError, DistributedError) as raised:
@@ -107,7 +112,7 @@ class Agreement:
         block. They raise TrainingError, which names the failed rank and `what`.
         """
         error: Exception | None = None
-        with self._turn() as turn:
+        with self._turn(everybody=True) as turn:
             if is_first:
                 try:
                     yield
@@ -122,16 +127,17 @@ class Agreement:
             yield
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[Turn]:
+    def _turn(self, *, everybody: bool) -> Iterator[Turn]:
         store = self.world.key_value_store()
         if store is None:
             yield (turn := Turn())
-            turn.heard = {rank: said for rank, said in enumerate(self.world.gather(turn.said)) if said is not None}
+            if everybody:
+                turn.heard = {rank: said for rank, said in enumerate(self.world.gather(turn.said)) if said is not None}
             return
         if self._turns is None:  # the name is random because other agreements of this process may use the same store
             name = self.world.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)
             self._turns = Turns(store, self.context, name=name, timeout_s=self._timeout_s, describe=_said_of)
-        with self._turns.turn() as turn:
+        with self._turns.turn(everybody=everybody) as turn:
             yield turn
 
 

@@ -24,7 +24,7 @@ class Turn:
 
     Attributes:
         said: what this rank says at the end of its work, JSON-able, or None.
-        heard: rank -> what it said, without the ranks that said nothing. Set after the block.
+        heard: rank -> what it said, without the ranks that said nothing. Set after a block in which every rank works.
     """
 
     def __init__(self) -> None:
@@ -62,16 +62,17 @@ class Turns:
         self._was_alone = False  # whether this rank has not waited for the others at the end of the last turn
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[Turn]:
-        """Enter a block. Every rank must enter it.
+    def turn(self, *, everybody: bool) -> Iterator[Turn]:
+        """Enter a block in which every rank works (`everybody`), or only the main process. Every rank must enter it.
 
-        If the block raises an error, this rank does not wait for the others. They hear what it has said by then, or else the description
-        of the error. Raises TrainingError on the waiting ranks if the rank that they wait for sends no heartbeat.
+        If the block raises an error, this rank does not wait for the others. If every rank works in the block, the others hear what it
+        has said by then, or else the description of the error. Raises TrainingError on the waiting ranks if the rank that they wait for
+        sends no heartbeat.
         """
         turn = Turn()
         signals = _Signals(self._store, self._context, self._name, self._num_over, self._timeout_s, turn)
         try:
-            signals.start(after_alone=self._was_alone)
+            signals.start(everybody=everybody, after_alone=self._was_alone)
             self._was_alone = False
             yield turn
             signals.end()
@@ -98,12 +99,13 @@ class _Signals:
         self._num_beats, self._last_beat = 0, time.monotonic()
         self._thread: threading.Thread | None = None
 
-    def start(self, *, after_alone: bool) -> None:
-        """Start the thread. It sends heartbeats until `end`, and waits for other ranks then.
+    def start(self, *, everybody: bool, after_alone: bool) -> None:
+        """Start the thread. It sends heartbeats if this rank works, until `end`, and waits for other ranks then.
 
         If this rank has ended the last turn alone (`after_alone`), the thread first waits until the main process has heard it.
         """
-        self._thread = threading.Thread(target=self._run, args=(after_alone,), name="distributed-turn", daemon=True)
+        args = (everybody, after_alone)
+        self._thread = threading.Thread(target=self._run, args=args, name="distributed-turn", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
@@ -131,19 +133,21 @@ class _Signals:
 
     # ------------------------------------------------------------------ the thread
 
-    def _run(self, after_alone: bool) -> None:
+    def _run(self, everybody: bool, after_alone: bool) -> None:
         is_main = self._context.is_main_process
         try:
             if after_alone and not is_main:
                 self._wait_for(0, self._num_over)
-            while not self._is_done.wait(self._timeout_s / 4):
+            while (is_main or everybody) and not self._is_done.wait(self._timeout_s / 4):
                 self._beat()
-            if is_main:
+            if everybody and is_main:
                 self._turn.heard = {rank: said for rank, said in self._gathered().items() if said is not None}
                 self._store.set(self._key("heard"), f"{self._num_over + 1} {json.dumps(self._turn.heard)}")
-            self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(self._turn.said)}")
+            if is_main or everybody:
+                self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(self._turn.said)}")
             if not is_main:
                 self._wait_for(0)
+            if everybody and not is_main:
                 self._turn.heard = self._heard()
             self._seen.put(None)
         except Exception as error:  # top frame of a thread: `end` raises it, for example if the store's host has ended
