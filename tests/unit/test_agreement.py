@@ -58,6 +58,32 @@ def test_an_error_that_is_not_agreed_on_ends_the_turn_of_the_other_ranks_at_once
         assert str(error) == f"rank {failing}: ValueError: a bug"
 
 
+@pytest.mark.parametrize("has_store", [True, False])
+def test_what_the_main_process_returns_or_raises_is_known_on_all_ranks(has_store: bool) -> None:
+    threads = Threads(3, has_store=has_store)
+
+    def rank_of(rank: int) -> list[Any]:
+        agreement, found = Agreement(OneOf(rank, threads), 5), list[Any]()
+        for number in range(50):
+
+            def act(number: int = number) -> Any:
+                assert rank == 0
+                if number % 3 == 1:
+                    raise CheckpointError(f"refused {number}")
+                return None if number % 3 else {"name": [number, "ü"]}
+
+            try:
+                found.append(agreement.on_main(act))
+            except CheckpointError as error:
+                found.append(str(error).removeprefix("rank 0: "))
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        rows = [each.result(30) for each in [pool.submit(rank_of, rank) for rank in range(3)]]
+    values = [({"name": [number, "ü"]}, f"refused {number}", None)[number % 3] for number in range(50)]
+    assert rows == [values] * 3
+
+
 def test_an_agreement_can_be_used_again_after_an_error_that_is_not_agreed_on() -> None:
     threads = Threads(3)
 
