@@ -196,7 +196,7 @@ class Heartbeat:
 
 
 class Reports(abc.ABC):
-    """What a launcher knows of its workers, by any key. `Board` is the implementation for workers of this machine."""
+    """Reports of the workers of a launcher, by any key. `Board` is the implementation for workers of this machine."""
 
     @abc.abstractmethod
     def values(self, index: int) -> list[int]:

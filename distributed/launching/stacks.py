@@ -39,7 +39,7 @@ _STATES = {
 
 @dataclasses.dataclass(frozen=True)
 class ProcessStacks:
-    """What a process answered when it was asked for its stacks.
+    """Answer of a process to the request for its stacks.
 
     Attributes:
         pid: the process id.

@@ -1,4 +1,4 @@
-"""What Ray workers report of their training processes, without Ray."""
+"""Reports of Ray workers on their training processes, without Ray."""
 
 from __future__ import annotations
 
@@ -165,17 +165,33 @@ def test_nobody_waits_for_a_worker_that_has_ended_or_an_attempt_that_is_over(wha
 def test_a_hang_of_an_attempt_that_is_over_is_not_blamed_on_the_next_one(begins):
     blamed: list[Any] = []
 
+    reports = WorkerReports(lambda **_: None)
+
     class Hangs:
         def find(self, ranks: Any) -> str:
-            launch._attempt += begins
+            if begins:
+                reports.begin()
             return "rank 1 hangs"
 
     launch: Any = object.__new__(_Launch)
-    launch._attempt, launch._hangs = 1, Hangs()
+    launch._reports, launch._hangs = reports, Hangs()
     launch._verdicts = SimpleNamespace(watched={}, blame=blamed.append)
     launch._slow = SimpleNamespace(look=lambda ranks, elsewhere: None)
     launch._look_at_progress()
     assert blamed == ([] if begins else ["rank 1 hangs"])
+
+
+def test_no_attempt_begins_while_a_hang_is_blamed():
+    reports, ends = WorkerReports(lambda **_: None), list[int]()
+    begin = threading.Thread(target=lambda: (reports.begin(), ends.append(reports.attempt)))
+    with reports.held(0) as is_same:
+        begin.start()
+        begin.join(0.2)
+        assert is_same and begin.is_alive() and ends == []
+    begin.join(10)
+    assert ends == [1]
+    with reports.held(0) as is_same:
+        assert not is_same
 
 
 def test_a_worker_that_does_not_answer_is_told_from_a_process_that_does_not(monkeypatch):

@@ -185,10 +185,11 @@ class _Launch:
 
     def _look_at_progress(self) -> None:
         """Restart the workers if one of them hangs, and name one that is slow."""
-        attempt = self._attempt
+        attempt = self._reports.attempt
         hang = self._hangs.find(self._verdicts.watched)  # meanwhile, workers may be lost, and Ray may start others
-        if hang is not None and attempt == self._attempt:
-            self._verdicts.blame(hang)
+        with self._reports.held(attempt) as is_same:
+            if hang is not None and is_same:
+                self._verdicts.blame(hang)
         self._slow.look(self._verdicts.watched, {})
 
     def _node_of(self, rank: int) -> tuple[str, str]:
@@ -374,7 +375,7 @@ class _Launch:
             self._display.handle({"kind": "notice", "text": text})
         self._world_size = len(workers)
         attach(self._output, workers)
-        self._reports.begin()
+        self._reports.begin()  # before the verdicts begin, so that no hang of the last attempt is blamed on this one
         names = node_names(workers)
         self._verdicts.begin(
             {rank: rank for rank in workers}, self._attempt, names if len({*names.values()}) > 1 else {}

@@ -7,18 +7,17 @@ import dataclasses
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from distributed.backends._ray.rendezvous import LauncherConnections
 from distributed.launching.heartbeat import NUM_VALUES, STACKS_SIGNAL, Board, Reports, progress_in
 from distributed.launching.loader_stacks import LoaderProcess, WorkerStacks, stacks_of_workers
 from distributed.launching.stacks import ProcessStacks
-from distributed.runs.processes import handles, stat_of
+from distributed.runs.processes import handles, is_running
 
 _REPORT_S = 0.5  # seconds between two reports of progress
 _ANSWER_S = 30.0  # time for all workers to send their stacks, also if py-spy has to look at some processes from outside
-_ENDED = ("Z", "X")  # states in /proc
 _MOST_CHARACTERS = 100_000  # of the stacks of one process, so that a line is shorter than `LINE_BYTES`
 
 
@@ -75,7 +74,7 @@ class ProcessReporter:
     def _answer(self, number: int) -> None:
         pid = self._process.pid
         found = stacks_of_workers(self._board.stacks, {0: pid}, self._ask)[0]
-        if (stat := stat_of(pid)) is None or stat.state in _ENDED:
+        if not is_running(pid):
             return  # the launcher gets the exit status instead
         for each in found.loaders:
             self._send(stacks=_fields_of(each.process), number=number, loader=each.number)
@@ -101,12 +100,15 @@ def _cut(stacks: str) -> str:
 
 
 class WorkerReports(Reports):
-    """What the launcher knows of the workers of an attempt, by rank.
+    """Keep the reports of the Ray workers of an attempt, by rank.
 
     One thread calls `begin`, `add` and `end`, others read.
 
     Args:
         ask: called with a command that all workers receive.
+
+    Attributes:
+        attempt: the number of attempts that have begun.
     """
 
     def __init__(self, ask: Callable[..., None]) -> None:
@@ -115,7 +117,7 @@ class WorkerReports(Reports):
         self._values: dict[int, list[int]] = {}
         self._crashes: dict[int, str] = {}
         self._number = 0  # of the newest request for stacks
-        self._attempt = 0
+        self.attempt = 0
         self._ended: set[int] = set()  # the workers of the attempt that have ended
         self._loaders: dict[int, list[LoaderProcess]] = {}  # those of the newest request
         self._processes: dict[int, ProcessStacks] = {}
@@ -124,8 +126,14 @@ class WorkerReports(Reports):
         """Forget the workers of the attempt before."""
         with self._changed:
             self._values, self._crashes, self._ended = {}, {}, set()
-            self._attempt += 1
+            self.attempt += 1
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def held(self, attempt: int) -> Iterator[bool]:
+        """Let no other attempt begin in the block. Yield whether none has begun after `attempt`."""
+        with self._changed:
+            yield attempt == self.attempt
 
     def end(self, rank: int) -> None:
         """Record that a worker has ended, and does not answer any more."""
@@ -164,11 +172,11 @@ class WorkerReports(Reports):
         with self._changed:
             self._number += 1
             self._loaders, self._processes = {}, {}
-            attempt = self._attempt
+            attempt = self.attempt
         self._ask(op="stacks", number=self._number)
         with self._changed:
             self._changed.wait_for(
-                lambda: attempt != self._attempt or self._processes.keys() | self._ended >= pids.keys(), _ANSWER_S
+                lambda: attempt != self.attempt or self._processes.keys() | self._ended >= pids.keys(), _ANSWER_S
             )
             return {rank: WorkerStacks(self._of(rank, pid), self._loaders.get(rank, [])) for rank, pid in pids.items()}
 
