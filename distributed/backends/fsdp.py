@@ -53,6 +53,7 @@ class FSDPBackend(TorchBackend[FSDPOptions]):
 
     Options: ClassVar[type[Any]] = FSDPOptions
     refuses_several: ClassVar[str] = ""
+    observer: FSDPObserver
     wrapper: FSDPWrapper
     refuses: ClassVar[Refusals] = {**PROCESS_GROUPS, **OF_WHOLE_MATRICES}
     refuses_keras: ClassVar[str] = "fully_shard replaces the parameters under Keras's variables; use pytorch-ddp"
@@ -147,12 +148,16 @@ class FSDPWrapper(Wrapper):
             self.whole.hide()
             self.whole.release()
             return model
+        from distributed.backends._torch.collective_timer import CollectiveTimer
         from distributed.backends._torch.whole import WholeForm
 
         before = list(model.parameters())
         own = self._backend
         for part in self._outermost(model):
             fully_sharded.shard(part, self._options, own.device, own.mixed_precision, own.plan.axes)
+        if own.world.world_size > 1:
+            own.observer.timer = CollectiveTimer(own.device)
+            fully_sharded.measure_collectives(model, own.observer.timer)
         self._replaced = dict(zip(before, model.parameters(), strict=True))
         self.whole = WholeForm(model)
         return model

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._horovod.rules import NEEDS, REFUSES, REFUSES_CALLBACKS, HorovodOptions, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._torch.observer import TorchObserver
+from distributed.backends._torch.waits import MeasuredWaits
 from distributed.backends._torch.wrapper import Wrapper
 from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
@@ -127,7 +128,7 @@ class HorovodWrapper(Wrapper):
             began = time.perf_counter()
             with self._labelled():
                 self._buckets.finish()
-            self._backend.observer.add_wait(time.perf_counter() - began)
+            self._backend.observer.waits.add(time.perf_counter() - began)
 
     def _labelled(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager that a profile shows as communication, because the profiler does not record Horovod's
@@ -152,22 +153,13 @@ class HorovodObserver(TorchObserver):
 
     def __init__(self, backend: HorovodBackend) -> None:
         super().__init__(backend)
-        # Seconds of waiting in each update: since the last call of `waited_s`, and since that of `newly_waited_s`.
-        self._waits: list[float] = []
-        self._new_waits: list[float] = []
-
-    def add_wait(self, seconds: float) -> None:
-        """Record how long an update has waited."""
-        self._waits.append(seconds)
-        self._new_waits.append(seconds)
+        self.waits = MeasuredWaits()
 
     def waited_s(self) -> float | None:
-        waits, self._waits = self._waits, []
-        return sum(waits) / max(len(waits), 1)
+        return self.waits.take() or 0.0
 
     def newly_waited_s(self) -> float | None:
-        waits, self._new_waits = self._new_waits, []
-        return sum(waits) / len(waits) if waits else None
+        return self.waits.take_new()
 
     def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
         from distributed.backends._horovod.world import load

@@ -308,6 +308,8 @@ class TorchBackend(Backend[OptionsT]):
             self.observer.see(update_batch.micro_batches[0])
         for parameter in self.update.parameters:  # the same as Optimizer.zero_grad, and 20 us faster
             parameter.grad = None
+        if self.observer.timer is not None:
+            self.observer.timer.begin_update()
 
     def end_update(self, update_batch: UpdateBatch, losses: list[Loss]) -> StepResult:
         """Make the update from the gradients of the passes that returned `losses`. A collective."""
@@ -315,6 +317,8 @@ class TorchBackend(Backend[OptionsT]):
         result = self._averages.of_training(update_batch.micro_batches, losses, update_batch)
         self.wrapper.exchange()
         self.update.finish(update_batch, losses, result)
+        if self.observer.timer is not None:
+            self.observer.timer.end_update()
         return result
 
     def enter_training(self) -> None:

@@ -40,7 +40,9 @@ def named(run_cli, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("backend", ["pytorch-ddp", pytest.param("ray", marks=FULL)])
+@pytest.mark.parametrize(
+    "backend", ["pytorch-ddp", "fsdp", *(pytest.param(name, marks=FULL) for name in ("deepspeed", "ray"))]
+)
 def test_a_rank_with_a_slow_loader_and_one_with_slow_passes_are_named(named, tmp_path, backend):
     needs_backend(backend)
     first, second = named("loader", "step", flags=("--backend", backend))
@@ -73,15 +75,9 @@ def test_a_slow_node_with_one_rank_is_named_on_node_0(start, tmp_path):
 
 
 @FULL
-@pytest.mark.parametrize("flags", [(), ("--backend", "fsdp")])
+@pytest.mark.parametrize("flags", [(), ("--backend", "fsdp"), ("--backend", "deepspeed")])
 def test_ranks_that_are_equally_slow_or_slow_for_ten_updates_only_are_not_named(named, flags):
     assert named("equal", "briefly", flags=flags) == []
-
-
-@FULL
-def test_a_slow_loader_is_named_if_the_engine_does_not_measure_the_waiting(named):
-    (line,) = named("very-slow-loader", flags=("--backend", "fsdp"))
-    assert line.startswith("warning: rank 1 slows the others down: in ")
 
 
 @FULL

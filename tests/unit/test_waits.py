@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed.backends._torch.waits import Waits
+from distributed.backends._torch.waits import DDPWaits
 
 
 def data(iteration, exchange_ms, overlap_ms):
@@ -14,7 +14,7 @@ def data(iteration, exchange_ms, overlap_ms):
 
 
 def test_slow_first_updates_do_not_weigh_on_later_log_lines():
-    waits = Waits()
+    waits = DDPWaits()
     assert waits.take({"iteration": 0}) is None
     assert waits.take(data(4, 30.0, 10.0)) == pytest.approx(0.020)
     mean = (4 * 30.0 + 6 * 5.0) / 10
@@ -26,7 +26,7 @@ def test_slow_first_updates_do_not_weigh_on_later_log_lines():
 
 
 def test_more_updates_are_measured_on_request_and_none_is_counted_twice():
-    waits = Waits(every=10)
+    waits = DDPWaits(every=10)
     assert waits.take_new(data(10, 5.0, 4.0)) == pytest.approx(0.001)
     assert waits.take_new(data(10, 5.0, 4.0)) is None
     assert waits.take_new(data(20, (10 * 5.0 + 9.0) / 11, (10 * 4.0 + 2.0) / 11)) == pytest.approx(0.007, rel=1e-3)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distributed.backends._deepspeed.cpu_adam import HostAdam
     from distributed.backends._deepspeed.engine import Engine
     from distributed.backends._deepspeed.held_slots import HeldSlots
+    from distributed.backends._deepspeed.measured_collectives import MeasuredCollectives
     from distributed.backends._deepspeed.precision import EnginePrecision
     from distributed.backends._deepspeed.unused import FirstGradients
     from distributed.backends._torch.update import Update
@@ -37,6 +38,7 @@ class DeepSpeedWrapper(Wrapper):
         self.engine: Engine | None = None  # set at the first update, and kept after a fit
         self._precision: EnginePrecision | None = None
         self._host_adam: HostAdam | None = None
+        self._measured: MeasuredCollectives | None = None  # set during a fit of several processes
         self._first_gradients: FirstGradients | None = None  # set until the first update of a fit is made
         self._batch: BatchPlan | None = None
         self.held: HeldSlots | None = None  # the optimizer's state of a checkpoint, until there is an engine
@@ -75,7 +77,9 @@ class DeepSpeedWrapper(Wrapper):
         from distributed.backends._deepspeed import loading
         from distributed.backends._deepspeed.cpu_adam import HostAdam
         from distributed.backends._deepspeed.engine import Engine
+        from distributed.backends._deepspeed.measured_collectives import MeasuredCollectives
         from distributed.backends._deepspeed.unused import FirstGradients
+        from distributed.backends._torch.collective_timer import CollectiveTimer
         from distributed.backends._torch.generators import forked
 
         own = self._backend
@@ -92,6 +96,9 @@ class DeepSpeedWrapper(Wrapper):
         self._first_gradients = FirstGradients(names, self.engine.groups)
         if self._options.cpu_adam:
             self._host_adam = HostAdam(own.operator, own.optimizer)
+        if own.world.world_size > 1:
+            own.observer.timer = CollectiveTimer(own.device)
+            self._measured = MeasuredCollectives(own.observer.timer)
         wrapped: torch.nn.Module = self.engine.wrapper
         return wrapped
 
@@ -154,6 +161,9 @@ class DeepSpeedWrapper(Wrapper):
         return self._precision.whole_buffers()
 
     def release(self) -> None:
+        if self._measured is not None:
+            self._measured.release()
+            self._measured = None
         if self._host_adam is not None:
             self._host_adam.release()
             self._host_adam = None

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends._torch.observer import TorchObserver
-from distributed.backends._torch.waits import Waits
+from distributed.backends._torch.waits import DDPWaits, measured_every
 from distributed.backends._torch.wrapper import Wrapper
 from distributed.errors import ConfigError
 
@@ -202,23 +202,19 @@ class DDPWrapper(Wrapper):
             self.hook.forget()
 
 
-_MEASURED_ON_CPU = 10  # one update in so many is measured on CPUs, which costs less than the noise of a step
-
-
 class DDPObserver(TorchObserver):
     """Observe DistributedDataParallel, which measures its own waiting time."""
 
     def __init__(self, backend: DDPBackend) -> None:
         super().__init__(backend)
         self._wrapped: Any = None
-        self._waits, self._new_waits = Waits(), Waits()
+        self._waits, self._new_waits = DDPWaits(), DDPWaits()
 
     def begin(self, wrapped: Any) -> None:
         """Start to observe a new wrapper."""
-        # On a GPU, the host waits for the device before each forward pass that torch measures.
-        every = _MEASURED_ON_CPU if self._backend.device.type == "cpu" else 100
+        every = measured_every(self._backend.device.type)
         wrapped._set_ddp_runtime_logging_sample_rate(every)
-        self._wrapped, self._waits, self._new_waits = wrapped, Waits(every), Waits(every)
+        self._wrapped, self._waits, self._new_waits = wrapped, DDPWaits(every), DDPWaits(every)
 
     def end(self) -> None:
         """Release the wrapper."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from distributed.backends._torch import modules
 from distributed.backends._torch.gradients import Gradients
@@ -19,6 +20,7 @@ from distributed.config.settings import DistributedConfig
 from distributed.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
+    from distributed.backends._torch.collective_timer import CollectiveTimer
     from distributed.backends.fsdp import FSDPOptions
 
 
@@ -104,6 +106,30 @@ def shard(
     _move_buffers(model, device)  # only parameters are offloaded
     for buffer in model.buffers():  # also buffers that are not in state_dict
         dist.broadcast(buffer, src=0)
+
+
+def measure_collectives(model: torch.nn.Module, timer: CollectiveTimer) -> None:
+    """Let `timer` run the collectives that exchange the parameters and gradients of a sharded model. It changes no result."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(_MeasuredAllGather(timer))
+            module.set_custom_reduce_scatter(_MeasuredReduceScatter(timer))
+
+
+class _MeasuredAllGather(DefaultAllGather):
+    def __init__(self, timer: CollectiveTimer) -> None:
+        self._timer = timer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timer.run(super().__call__, *args, **kwargs)
+
+
+class _MeasuredReduceScatter(DefaultReduceScatter):
+    def __init__(self, timer: CollectiveTimer) -> None:
+        self._timer = timer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._timer.run(super().__call__, *args, **kwargs)
 
 
 @torch.no_grad()

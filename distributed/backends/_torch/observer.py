@@ -13,6 +13,7 @@ from distributed.errors import ConfigError
 from distributed.loggers.observer import Observer
 
 if TYPE_CHECKING:
+    from distributed.backends._torch.collective_timer import CollectiveTimer
     from distributed.backends._torch.counting import Counter
     from distributed.backends.torch_base import TorchBackend
     from distributed.loggers.profiling import Profiler
@@ -27,9 +28,23 @@ class TorchObserver(Observer):
         self._backend = backend
         # Seconds that an update has waited for the number of labels of all ranks, for the newest updates.
         self.waits_for_counts: collections.deque[float] = collections.deque(maxlen=100)
+        self.timer: CollectiveTimer | None = None  # of an engine whose collectives are measured here
         self._kept: MicroBatch | None = None  # the batch for `graph`
         self._example: MicroBatch | None = None  # the batch for `write_program`
         self.counter: Counter | None = None  # runs the passes of an update, if a callback counts updates
+
+    def add_wait_for_count(self, seconds: float) -> None:
+        """Record how long this rank has waited for the number of labels of all ranks."""
+        if self.timer is None:
+            self.waits_for_counts.append(seconds)
+        else:
+            self.timer.add(seconds)
+
+    def waited_s(self) -> float | None:
+        return super().waited_s() if self.timer is None else self.timer.waits.take()
+
+    def newly_waited_s(self) -> float | None:
+        return super().newly_waited_s() if self.timer is None else self.timer.waits.take_new()
 
     def see(self, micro: MicroBatch) -> None:
         """Keep the first batch that a wrapper trains on, if the graph needs it."""

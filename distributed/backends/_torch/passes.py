@@ -198,7 +198,7 @@ class Passes:
         total = self._on_device(sum(known))
         began = time.perf_counter()
         self._world.combine(total, "sum").wait()
-        self._backend.observer.waits_for_counts.append(time.perf_counter() - began)
+        self._backend.observer.add_wait_for_count(time.perf_counter() - began)
         return total.reshape(())
 
     def _on_device(self, number: Any) -> torch.Tensor:

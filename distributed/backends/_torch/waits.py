@@ -1,16 +1,55 @@
-"""Compute how long a rank waited for others under DDP. torch reports only means since the start."""
+"""Keep how long a rank waited for others, per update. Loads no framework."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+ALWAYS_MEASURED = 10  # updates at the start, all of which are measured
 
-class Waits:
-    """Compute the waiting times of one wrapper.
 
-    torch measures the first ten updates and then one in `every`. The slow first updates would dominate torch's
-    means for thousands of updates, so the times since the last call are computed from them.
+def measured_every(device_type: str) -> int:
+    """Return N if one update in N is measured after the first ones.
+
+    On CPUs a measurement costs less than the noise of a step. On a GPU, the host waits for the device.
+    """
+    return 10 if device_type == "cpu" else 100
+
+
+class MeasuredWaits:
+    """Keep the waiting times of measured updates for two readers: one asks at each log line, and one more often."""
+
+    def __init__(self) -> None:
+        self._sum, self._count = 0.0, 0  # since the last call of `take`
+        self._new_sum, self._new_count = 0.0, 0  # since that of `take_new`
+        self._newest: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """Record how long a measured update has waited."""
+        self._sum, self._count = self._sum + seconds, self._count + 1
+        self._new_sum, self._new_count = self._new_sum + seconds, self._new_count + 1
+
+    def take(self) -> float | None:
+        """Return seconds per update since the last call, or the previous value if no update was measured since then."""
+        if self._count:
+            self._newest = self._sum / self._count
+            self._sum, self._count = 0.0, 0
+        return self._newest
+
+    def take_new(self) -> float | None:
+        """Return seconds per update since the last call, or None if no update was measured since then."""
+        if not self._new_count:
+            return None
+        mean = self._new_sum / self._new_count
+        self._new_sum, self._new_count = 0.0, 0
+        return mean
+
+
+class DDPWaits:
+    """Compute the waiting times of one DistributedDataParallel from torch's own measurements.
+
+    torch measures the first ten updates and then one in `every`, and reports only means since the start. The slow first updates would
+    dominate these means for thousands of updates, so the times since the last call are computed from them.
     """
 
     def __init__(self, every: int = 100) -> None:
@@ -32,7 +71,8 @@ class Waits:
         """
         means = [data.get(f"avg_backward_{name}_time") for name in ("comm", "compute_comm_overlap")]
         iteration = data.get("iteration", 0)
-        count = min(iteration, 10) + iteration // self._every - min(iteration, 10) // self._every
+        first = min(iteration, ALWAYS_MEASURED)
+        count = first + iteration // self._every - first // self._every
         if None in means or count <= self._count:
             return None
         exchange, overlap = (mean * count for mean in means)

@@ -18,8 +18,8 @@ RANK, SLEEP_S, UPDATES = int(os.environ["RANK"]), 0.03, 150
 class Samples(Dataset):
     """Samples of which rank 1 reads those of the first updates slowly."""
 
-    def __init__(self, num_slow_updates: int = 0, sleep_s: float = SLEEP_S) -> None:
-        self.num_slow, self.sleep_s, self.num_read = num_slow_updates, sleep_s, 0
+    def __init__(self, num_slow_updates: int = 0) -> None:
+        self.num_slow, self.num_read = num_slow_updates, 0
 
     def __len__(self) -> int:
         return 2 * UPDATES
@@ -27,7 +27,7 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> Any:
         self.num_read += 1
         if RANK == 1 and self.num_read <= self.num_slow:
-            time.sleep(self.sleep_s)
+            time.sleep(SLEEP_S)
         return torch.ones(4), torch.ones(1)
 
 
@@ -43,7 +43,6 @@ def equally_slow_step(model: Any, batch: Any) -> Any:
 
 CASES: dict[str, Any] = {
     "loader": lambda: (Samples(UPDATES), {"loss_fn": torch.nn.MSELoss()}),
-    "very-slow-loader": lambda: (Samples(UPDATES, 8 * SLEEP_S), {"loss_fn": torch.nn.MSELoss()}),
     "step": lambda: (Samples(), {"training_step": slow_step}),
     "equal": lambda: (Samples(), {"training_step": equally_slow_step}),
     "briefly": lambda: (Samples(10), {"loss_fn": torch.nn.MSELoss()}),
