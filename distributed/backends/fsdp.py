@@ -155,8 +155,8 @@ class FSDPWrapper(Wrapper):
         own = self._backend
         for part in self._outermost(model):
             fully_sharded.shard(part, self._options, own.device, own.mixed_precision, own.plan.axes)
-        if own.world.world_size > 1:
-            own.observer.timer = CollectiveTimer(own.device)
+        if own.observer.measures_collectives():
+            own.observer.timer = CollectiveTimer(own.observer.waits)
             fully_sharded.measure_collectives(model, own.observer.timer)
         self._replaced = dict(zip(before, model.parameters(), strict=True))
         self.whole = WholeForm(model)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from distributed.backends._horovod.rules import NEEDS, REFUSES, REFUSES_CALLBACKS, HorovodOptions, check_job
 from distributed.backends._horovod.timeline import Timeline, WithTimeline
 from distributed.backends._torch.observer import TorchObserver
-from distributed.backends._torch.waits import MeasuredWaits
 from distributed.backends._torch.wrapper import Wrapper
 from distributed.backends.base import Refusals
 from distributed.backends.effects import Need
@@ -150,16 +149,6 @@ class HorovodObserver(TorchObserver):
     """Observe Horovod, whose own threads torch's profiler does not see."""
 
     _backend: HorovodBackend
-
-    def __init__(self, backend: HorovodBackend) -> None:
-        super().__init__(backend)
-        self.waits = MeasuredWaits()
-
-    def waited_s(self) -> float | None:
-        return self.waits.take() or 0.0
-
-    def newly_waited_s(self) -> float | None:
-        return self.waits.take_new()
 
     def profiler(self, directory: Path, warmup: int, active: int) -> Profiler | None:
         from distributed.backends._horovod.world import load

@@ -38,7 +38,7 @@ class DeepSpeedWrapper(Wrapper):
         self.engine: Engine | None = None  # set at the first update, and kept after a fit
         self._precision: EnginePrecision | None = None
         self._host_adam: HostAdam | None = None
-        self._measured: MeasuredCollectives | None = None  # set during a fit of several processes
+        self._measured: MeasuredCollectives | None = None  # set during a fit whose waiting is measured
         self._first_gradients: FirstGradients | None = None  # set until the first update of a fit is made
         self._batch: BatchPlan | None = None
         self.held: HeldSlots | None = None  # the optimizer's state of a checkpoint, until there is an engine
@@ -96,8 +96,8 @@ class DeepSpeedWrapper(Wrapper):
         self._first_gradients = FirstGradients(names, self.engine.groups)
         if self._options.cpu_adam:
             self._host_adam = HostAdam(own.operator, own.optimizer)
-        if own.world.world_size > 1:
-            own.observer.timer = CollectiveTimer(own.device)
+        if own.observer.measures_collectives():
+            own.observer.timer = CollectiveTimer(own.observer.waits)
             self._measured = MeasuredCollectives(own.observer.timer)
         wrapped: torch.nn.Module = self.engine.wrapper
         return wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from distributed.backends._torch.observer import TorchObserver
-from distributed.backends._torch.waits import DDPWaits, measured_every
+from distributed.backends._torch.waits import DDPWaits
 from distributed.backends._torch.wrapper import Wrapper
 from distributed.errors import ConfigError
 
@@ -202,23 +203,32 @@ class DDPWrapper(Wrapper):
             self.hook.forget()
 
 
+_MEASURED_ON_CPU = 10  # one update in so many is measured on CPUs, which costs less than the noise of a step
+
+
 class DDPObserver(TorchObserver):
     """Observe DistributedDataParallel, which measures its own waiting time."""
 
     def __init__(self, backend: DDPBackend) -> None:
         super().__init__(backend)
         self._wrapped: Any = None
+        # Seconds that an update has waited for the number of labels of all ranks, for the newest updates.
+        self._waits_for_counts: collections.deque[float] = collections.deque(maxlen=100)
         self._waits, self._new_waits = DDPWaits(), DDPWaits()
 
     def begin(self, wrapped: Any) -> None:
         """Start to observe a new wrapper."""
-        every = measured_every(self._backend.device.type)
+        # On a GPU, the host waits for the device before each forward pass that torch measures.
+        every = _MEASURED_ON_CPU if self._backend.device.type == "cpu" else 100
         wrapped._set_ddp_runtime_logging_sample_rate(every)
         self._wrapped, self._waits, self._new_waits = wrapped, DDPWaits(every), DDPWaits(every)
 
     def end(self) -> None:
         """Release the wrapper."""
         self._wrapped = None
+
+    def add_wait_for_count(self, seconds: float) -> None:
+        self._waits_for_counts.append(seconds)
 
     def waited_s(self) -> float | None:
         """Return the waiting time that torch measured, in seconds.
@@ -231,8 +241,8 @@ class DDPObserver(TorchObserver):
         new = None if self._wrapped is None else self._new_waits.take_new(self._wrapped._get_ddp_logging_data())
         if new is None:
             return None
-        counts, number = sum(self.waits_for_counts), len(self.waits_for_counts)
-        self.waits_for_counts.clear()
+        counts, number = sum(self._waits_for_counts), len(self._waits_for_counts)
+        self._waits_for_counts.clear()
         return new + counts / max(number, 1)
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.backends._torch.waits import MeasuredWaits
 from distributed.callbacks import Counted
 from distributed.errors import ConfigError
 from distributed.loggers.observer import Observer
@@ -26,25 +26,27 @@ class TorchObserver(Observer):
     def __init__(self, backend: TorchBackend[Any]) -> None:
         super().__init__(backend.plan.world_size)
         self._backend = backend
-        # Seconds that an update has waited for the number of labels of all ranks, for the newest updates.
-        self.waits_for_counts: collections.deque[float] = collections.deque(maxlen=100)
-        self.timer: CollectiveTimer | None = None  # of an engine whose collectives are measured here
+        self.waits = MeasuredWaits()
+        self.timer: CollectiveTimer | None = None  # adds to `waits` what the engine's own collectives take
         self._kept: MicroBatch | None = None  # the batch for `graph`
         self._example: MicroBatch | None = None  # the batch for `write_program`
         self.counter: Counter | None = None  # runs the passes of an update, if a callback counts updates
 
     def add_wait_for_count(self, seconds: float) -> None:
         """Record how long this rank has waited for the number of labels of all ranks."""
-        if self.timer is None:
-            self.waits_for_counts.append(seconds)
-        else:
+        if self.timer is not None:
             self.timer.add(seconds)
 
+    def measures_collectives(self) -> bool:
+        """Return whether a `CollectiveTimer` can measure how long this rank waits for others."""
+        return self.world_size > 1 and self._backend.device.type == "cpu"
+
     def waited_s(self) -> float | None:
-        return super().waited_s() if self.timer is None else self.timer.waits.take()
+        waited = self.waits.take()
+        return super().waited_s() if waited is None else waited
 
     def newly_waited_s(self) -> float | None:
-        return super().newly_waited_s() if self.timer is None else self.timer.waits.take_new()
+        return self.waits.take_new()
 
     def see(self, micro: MicroBatch) -> None:
         """Keep the first batch that a wrapper trains on, if the graph needs it."""

@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-ALWAYS_MEASURED = 10  # updates at the start, all of which are measured
-
-
-def measured_every(device_type: str) -> int:
-    """Return N if one update in N is measured after the first ones.
-
-    On CPUs a measurement costs less than the noise of a step. On a GPU, the host waits for the device.
-    """
-    return 10 if device_type == "cpu" else 100
-
 
 class MeasuredWaits:
     """Keep the waiting times of measured updates for two readers: one asks at each log line, and one more often."""
@@ -71,8 +61,7 @@ class DDPWaits:
         """
         means = [data.get(f"avg_backward_{name}_time") for name in ("comm", "compute_comm_overlap")]
         iteration = data.get("iteration", 0)
-        first = min(iteration, ALWAYS_MEASURED)
-        count = first + iteration // self._every - first // self._every
+        count = min(iteration, 10) + iteration // self._every - min(iteration, 10) // self._every
         if None in means or count <= self._count:
             return None
         exchange, overlap = (mean * count for mean in means)
