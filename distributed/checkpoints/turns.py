@@ -37,7 +37,7 @@ class Turns:
 
     A working rank counts heartbeats in `store`, which all ranks share (see `World.key_value_store`). Ranks that wait
     for a working rank give up when it has sent no heartbeat for `timeout_s` seconds, because its process or its machine
-    hangs.
+    hangs. The main process, which may host the store, leaves a block only when the other ranks have read that it is over.
 
     Args:
         store: the store.
@@ -149,9 +149,15 @@ class _Signals:
                 self._wait_for(0)
             if everybody and not is_main:
                 self._turn.heard = self._heard()
+            if is_main:
+                self._wait_until_read()
             self._seen.put(None)
         except Exception as error:  # top frame of a thread: `end` raises it, for example if the store's host has ended
             self._seen.put(error)
+        finally:
+            if not is_main:
+                with contextlib.suppress(RuntimeError):  # the store's host has ended
+                    self._store.set(self._key(f"{self._context.rank}/read"), str(self._num_over + 1))
 
     def _gathered(self) -> dict[int, Any]:
         """Return what all ranks say at the end of their work, or what this rank says, if it ends its turn alone."""
@@ -190,8 +196,21 @@ class _Signals:
             pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
         return json.loads(found.split(" ", 2)[2])
 
-    def _look(self, rank: int) -> str:
-        key = self._key(rank)
+    def _wait_until_read(self) -> None:
+        """Wait until every other rank has read that this turn is over, or has ended its turn alone. On the main process.
+
+        Raises _AloneError if this rank ends its turn alone.
+        """
+        pause_s = _FIRST_PAUSE_S
+        for rank in range(1, self._context.world_size):
+            self._seen.put(rank)
+            while int(self._look(f"{rank}/read") or 0) <= self._num_over:
+                if self._is_alone.wait(pause_s):
+                    raise _AloneError
+                pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
+
+    def _look(self, what: int | str) -> str:
+        key = self._key(what)
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _key(self, what: int | str) -> str:

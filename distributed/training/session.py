@@ -349,8 +349,6 @@ class FitSession(ModelSession):
         """Close the loggers. Ranks without loggers wait for the others without a time limit. A collective."""
         if any(isinstance(callback, Tracker) for callback in fit.callbacks):
             Agreement(self.backend.world, self.merged.config.timeout_s).on_all(lambda: _close_all(fit.callbacks))
-            # The process of rank 0 may host the store in which the others read that all have ended, and may leave now.
-            self.backend.world.barrier()
 
     def _leave_after_signal(self, signum: int) -> None:
         if signum == signal.SIGINT and self.setup.worker is None:

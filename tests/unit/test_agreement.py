@@ -165,6 +165,39 @@ def test_another_program_that_writes_to_the_store_is_an_error_at_once(value: str
     assert time.monotonic() - began < 4
 
 
+@pytest.mark.parametrize("everybody", [True, False])
+def test_the_main_process_leaves_a_turn_only_when_the_others_have_read_that_it_is_over(everybody: bool) -> None:
+    """Its process may host the store in which they read it, and may end after the turn."""
+    threads, may_read = Threads(3), threading.Event()
+
+    class Slow:
+        def set(self, key: str, value: str) -> None:
+            threads.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            return threads.get(key)
+
+        def check(self, keys: list[str]) -> bool:
+            assert may_read.wait(20)
+            return threads.check(keys)
+
+    def take_turns(rank: int) -> None:
+        store = Slow() if rank == 2 else threads
+        context = OneOf(rank, threads).context
+        all_turns = turns.Turns(store, context, name="turns", timeout_s=20, describe=str)
+        with all_turns.turn(everybody=everybody):
+            pass
+
+    with ThreadPoolExecutor(3) as pool:
+        main, fast, slow = [pool.submit(take_turns, rank) for rank in range(3)]
+        fast.result(20)
+        with pytest.raises(TimeoutError):
+            main.result(0.3)
+        may_read.set()
+        slow.result(20)
+        main.result(20)
+
+
 def test_hundreds_of_turns_in_a_row_mix_up_no_answers() -> None:
     """Ranks enter and leave at different times; in some turns, one of them fails."""
     threads = Threads(3)

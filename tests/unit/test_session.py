@@ -14,7 +14,6 @@ import signal
 import sys
 from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,18 +22,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from distributed import Callback, EarlyStopping, Trainer
 from distributed.backends import checking
 from distributed.backends._torch import loading
-from distributed.backends.world import OneProcess
-from distributed.checkpoints.agreement import Agreement
 from distributed.config.merging import Overrides
 from distributed.errors import ConfigError
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.request import Handover
 from distributed.launching.worker import _failed
-from distributed.loggers.base import Tracker
 from distributed.runs.directory import RunDirectory
 from distributed.state import WorkerContext
 from distributed.training.files import TrainerFiles, _Taken
-from distributed.training.session import FitSession
 from distributed.training.setup import merge
 
 DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12) % 2)
@@ -622,25 +617,3 @@ def test_a_second_fit_of_a_resumed_trainer_does_not_say_that_it_starts_anew(caps
     assert "resumed from" in "".join(capsys.readouterr())
     runner.fit(DATA, epochs=3)
     assert "nothing to resume from" not in "".join(capsys.readouterr())
-
-
-def test_no_rank_leaves_before_all_know_that_the_loggers_are_closed(monkeypatch):
-    """The process of rank 0 may host the store in which the others read this."""
-    order = []
-
-    class Logger(Tracker):
-        def close(self):
-            order.append("closed")
-
-    class Ranks(OneProcess):
-        def barrier(self):
-            order.append("barrier")
-
-    monkeypatch.setattr(Agreement, "on_all", lambda self, action: (action(), order.append("agreed")))
-    session = object.__new__(FitSession)
-    session.backend = SimpleNamespace(world=Ranks(WorkerContext(0, 1, 0, 1, 0, "cpu")))
-    session.merged = SimpleNamespace(config=SimpleNamespace(timeout_s=5.0))
-    session._close_loggers(SimpleNamespace(callbacks=[]))
-    assert order == []
-    session._close_loggers(SimpleNamespace(callbacks=[Logger()]))
-    assert order == ["closed", "agreed", "barrier"]
