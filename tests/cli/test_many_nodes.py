@@ -427,6 +427,22 @@ def test_a_plain_script_that_is_stopped_on_one_node_ends_on_the_other_too(
     assert "error: node 1 (node1, 10.99.0.2) was stopped by SIGINT, so the workers" in ended[0].output
 
 
+@pytest.mark.cluster
+@pytest.mark.full
+def test_a_script_may_end_with_an_action_of_the_main_process_if_the_network_loses_packets(
+    make_machines: Callable[[int], Machines], start: Callable[..., Started]
+) -> None:
+    """Node 0 hosts the store in which the others read that its action is over."""
+    machines = make_machines(3)
+    for number in range(3):
+        machines.lose(number, 20)
+    script = SCRIPT.replace("epochs=4", "epochs=1") + "with trainer.main_process_first():\n    pass\n"
+
+    ended = [node.finish(150) for node in Job(machines, start, script=script).nodes]
+
+    assert [each.returncode for each in ended] == [0] * 3, "\n".join(each.output for each in ended)
+
+
 @pytest.fixture
 def begin(
     make_machines: Callable[..., Machines],
