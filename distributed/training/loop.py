@@ -655,9 +655,13 @@ def _finish_and_write(run: Run) -> bool:
 
 
 def _take_snapshot(run: Run) -> None:
-    """Keep a snapshot in memory if one is due and this state is not in a checkpoint. A collective."""
+    """Keep a snapshot in memory if one is due and this state is not in a checkpoint. A collective.
+
+    A checkpoint that is saved in the background does not count, because it is committed later, or not at all.
+    """
     state, every = run.state, run.config.snapshot_every_n_steps
-    if every is not None and state.step % every == 0 and run.last_saved != (state.step, state.epoch):
+    is_saved = run.last_saved == (state.step, state.epoch) and not run.config.checkpoint_async
+    if every is not None and state.step % every == 0 and not is_saved:
         assert run.write_snapshot is not None
         _store(run, run.write_snapshot)
 

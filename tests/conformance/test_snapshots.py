@@ -95,6 +95,23 @@ def test_a_newer_checkpoint_is_preferred_and_every_nth_step_has_a_snapshot(
     assert [event["step"] for event in events(tmp_path, "resumed")] == [5, 10, 12]
 
 
+def test_a_state_that_is_saved_in_the_background_has_a_snapshot_too(
+    run_cli: Callable[..., Finished], tmp_path: Path
+) -> None:
+    """The worker is killed one step after a save has begun that takes longer than that."""
+    flags = ("--set", "snapshot_every_n_steps=1", "--set", "checkpoint_async=true", "--checkpoint-every-n-steps", "4")
+    text = command(tmp_path, "pytorch-ddp", *flags, killed_at=(5,))
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, time\nimport distributed.checkpoints.background as b\nrun = b.BackgroundSave._run\n"
+        "def slow(self):\n    time.sleep(0 if int(os.environ['TORCHELASTIC_RESTART_COUNT']) else 60)\n    run(self)\n"
+        "b.BackgroundSave._run = slow\n" + script.read_text()
+    )
+    done = run_cli(text)
+    assert done.returncode == 0, done.output
+    assert [event["step"] for event in events(tmp_path, "resumed")] == [4]
+
+
 @pytest.mark.full
 def test_what_a_killed_launcher_leaves_is_neither_used_nor_kept(
     run_cli: Callable[..., Finished], start: Callable[..., Started], tmp_path: Path
