@@ -16,6 +16,7 @@ from distributed.state import WorkerContext
 _FIRST_PAUSE_S = 0.0001
 _LONGEST_PAUSE_S = 0.05
 _ALONE_S = 1.0  # time in which a store that works has told the others that this rank does not wait
+_READ_S = 30.0  # the longest time for which the main process waits until the others have read that a block is over
 _GROWTH = 1.1  # of the pause, which therefore stays at about a tenth of the wait
 
 
@@ -37,7 +38,8 @@ class Turns:
 
     A working rank counts heartbeats in `store`, which all ranks share (see `World.key_value_store`). Ranks that wait
     for a working rank give up when it has sent no heartbeat for `timeout_s` seconds, because its process or its machine
-    hangs. The main process, which may host the store, leaves a block only when the other ranks have read that it is over.
+    hangs. The main process, which may host the store, leaves a block when the other ranks have read that it is over, or after 30
+    seconds: it is no error if a rank enters the block later.
 
     Args:
         store: the store.
@@ -134,30 +136,33 @@ class _Signals:
     # ------------------------------------------------------------------ the thread
 
     def _run(self, everybody: bool, after_alone: bool) -> None:
-        is_main = self._context.is_main_process
+        end: Exception | None = None
         try:
-            if after_alone and not is_main:
-                self._wait_for(0, self._num_over)
-            while (is_main or everybody) and not self._is_done.wait(self._timeout_s / 4):
-                self._beat()
-            if everybody and is_main:
-                self._turn.heard = {rank: said for rank, said in self._gathered().items() if said is not None}
-                self._store.set(self._key("heard"), f"{self._num_over + 1} {json.dumps(self._turn.heard)}")
-            if is_main or everybody:
-                self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(self._turn.said)}")
-            if not is_main:
-                self._wait_for(0)
-            if everybody and not is_main:
-                self._turn.heard = self._heard()
-            if is_main:
-                self._wait_until_read()
-            self._seen.put(None)
+            self._take_part(everybody, after_alone)
         except Exception as error:  # top frame of a thread: `end` raises it, for example if the store's host has ended
-            self._seen.put(error)
-        finally:
-            if not is_main:
-                with contextlib.suppress(RuntimeError):  # the store's host has ended
-                    self._store.set(self._key(f"{self._context.rank}/read"), str(self._num_over + 1))
+            end = error
+        if not self._context.is_main_process:
+            with contextlib.suppress(RuntimeError):  # the store's host has ended
+                self._store.set(self._key(f"{self._context.rank}/read"), str(self._num_over + 1))
+        self._seen.put(end)
+
+    def _take_part(self, everybody: bool, after_alone: bool) -> None:
+        is_main = self._context.is_main_process
+        if after_alone and not is_main:
+            self._wait_for(0, self._num_over)
+        while (is_main or everybody) and not self._is_done.wait(self._timeout_s / 4):
+            self._beat()
+        if everybody and is_main:
+            self._turn.heard = {rank: said for rank, said in self._gathered().items() if said is not None}
+            self._store.set(self._key("heard"), f"{self._num_over + 1} {json.dumps(self._turn.heard)}")
+        if is_main or everybody:
+            self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(self._turn.said)}")
+        if is_main:
+            self._wait_until_read()
+        else:
+            self._wait_for(0)
+            if everybody:
+                self._turn.heard = self._heard()
 
     def _gathered(self) -> dict[int, Any]:
         """Return what all ranks say at the end of their work, or what this rank says, if it ends its turn alone."""
@@ -197,20 +202,16 @@ class _Signals:
         return json.loads(found.split(" ", 2)[2])
 
     def _wait_until_read(self) -> None:
-        """Wait until every other rank has read that this turn is over, or has ended its turn alone. On the main process.
+        """Wait until every other rank has read that this turn is over, or has ended it alone. This rank sends no heartbeats meanwhile."""
+        keys = [self._key(f"{rank}/read") for rank in range(1, self._context.world_size)]
+        until, pause_s = time.monotonic() + min(_READ_S, self._timeout_s / 4), _FIRST_PAUSE_S
+        while keys and not (self._store.check(keys) and min(map(int, self._store.multi_get(keys))) > self._num_over):
+            if self._is_alone.wait(pause_s) or time.monotonic() > until:
+                return
+            pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
 
-        Raises _AloneError if this rank ends its turn alone.
-        """
-        pause_s = _FIRST_PAUSE_S
-        for rank in range(1, self._context.world_size):
-            self._seen.put(rank)
-            while int(self._look(f"{rank}/read") or 0) <= self._num_over:
-                if self._is_alone.wait(pause_s):
-                    raise _AloneError
-                pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
-
-    def _look(self, what: int | str) -> str:
-        key = self._key(what)
+    def _look(self, rank: int) -> str:
+        key = self._key(rank)
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _key(self, what: int | str) -> str:

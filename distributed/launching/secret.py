@@ -66,7 +66,7 @@ def bind(attempt: str) -> None:
 def messages(store: Any, prefix: str) -> Any:
     """Return a view of the torch.distributed store `store` whose keys begin with `prefix`, for the messages of this package.
 
-    Values are signed if a secret is set. The view has `set`, `get`, `check` and `compare_set`.
+    Values are signed if a secret is set. The view has `set`, `get`, `multi_get`, `check` and `compare_set`.
     """
     import torch.distributed as dist
 
@@ -81,7 +81,7 @@ def messages(store: Any, prefix: str) -> Any:
 class SignedStore:
     """A view of a torch.distributed store that signs the values it writes and checks the values it reads.
 
-    This class has only the four methods of a store that this package uses. Torch's own process groups cannot use it.
+    This class has only the five methods of a store that this package uses. Torch's own process groups cannot use it.
     """
 
     def __init__(self, store: Any, secret: bytes, prefix: str, attempt: str = "") -> None:
@@ -94,6 +94,11 @@ class SignedStore:
     def get(self, key: str) -> bytes:
         """Wait for `key` and return its value. Raises ResourceError if the value is not signed with the secret."""
         return self._checked(key, self._store.get(self._prefix + key))
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Wait for all `keys` and return their values, as `get` does."""
+        found = self._store.multi_get([self._prefix + key for key in keys])
+        return [self._checked(key, content) for key, content in zip(keys, found, strict=True)]
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all `keys` exist. Does not check signatures."""

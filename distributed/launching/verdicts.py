@@ -22,7 +22,7 @@ from distributed.launching.heartbeat import Reports
 from distributed.launching.repeats import Repeats
 from distributed.launching.request import LaunchRequest
 from distributed.launching.sharing import ways_out
-from distributed.launching.stacks import line_in_script
+from distributed.launching.stacks import line_in_script, waits_in
 from distributed.launching.stopping import KILLING
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
@@ -64,6 +64,7 @@ class _Rank:
     reached: tuple[int, int] = (0, 0)  # see Failure, also for the next two
     phase: str = ""
     location: str = ""
+    operation: str = ""  # the function in which it waited for other ranks when a signal such as SIGABRT ended it
     log_start: int = 0  # the size of its log when it started
 
     def failure(self) -> Failure | None:
@@ -179,6 +180,7 @@ class Verdicts:
                 rank.status, rank.ended = message["status"], message["time"]
                 rank.reached, rank.phase = _reached_in(message), rank.phase or message.get("phase", "")
                 rank.location = rank.location or message.get("location", "")
+                rank.operation = message.get("operation", "")
             else:
                 self._add_event(message)
             self._changed.notify_all()
@@ -196,7 +198,7 @@ class Verdicts:
         end = {**message, "reached": (progress.fit, progress.step), "phase": progress.phase.in_fit}
         if message["status"] < 0 and (crash := reports.crash(index)):
             log(crash)
-            end["location"] = line_in_script(crash)
+            end |= {"location": line_in_script(crash), "operation": waits_in(crash)}
         self.add(end)
 
     def _add_stop(self, message: Mapping[str, Any]) -> None:
@@ -280,11 +282,12 @@ class Verdicts:
         return self._failed(self._explained(cause), restarts_left, max(1, killed))
 
     def _explained(self, cause: Failure) -> Failure:
-        """Return the failure. If C++ aborted the process, add the message that it wrote to the log."""
+        """Return the failure. If C++ aborted the process, add the collective that it was in and the message that it wrote to the log."""
         if cause.kind != "signal" or cause.signum != signal.SIGABRT:
             return cause
-        start = next(each.log_start for each in self._ranks.values() if each.rank == cause.rank)
-        return dataclasses.replace(cause, message=abort_message(self._log_of(cause.rank), start))
+        rank = next(each for each in self._ranks.values() if each.rank == cause.rank)
+        where, said = rank.operation and f"in {rank.operation}", abort_message(self._log_of(cause.rank), rank.log_start)
+        return dataclasses.replace(cause, message=": ".join(filter(None, (where, said))))
 
     def _log_of(self, rank: int) -> Path:
         return self._run.logs / f"rank-{rank}.log"

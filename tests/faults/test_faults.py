@@ -63,7 +63,7 @@ FAULTS = (
     Fault("exit-0", 1, ("failed in step 3", "rank 1 exited with code 0 while other", "rank 1, step 3", "line {os._exit(0),},", _NOT_AGAIN)),
     Fault("exit-3", 1, ("failed in step 3", "rank 1 exited with code 3", "rank 1, step 3 (callbacks)", "line {os._exit(3),},", _NOT_AGAIN)),
     Fault("sys-exit", 1, ("failed in step 3", "rank 1 exited with code 4", "rank 1, step 3 (callbacks)", "line {sys.exit(4),},", _NOT_AGAIN)),
-    Fault("shapes", 0, ("rank 1 was killed by signal 6 (SIGABRT): ", "8 vs 4", "rank 1, step 3", "line {4 if RANK else 8},", _AGAIN)),
+    Fault("shapes", 0, ("rank 1 was killed by signal 6 (SIGABRT): in all_reduce: ", "8 vs 4", "rank 1, step 3", "line {4 if RANK else 8},", _AGAIN)),
     Fault("order", 0, (
         "stand still in step 3", "rank 0 in broadcast at", "line {dist.broadcast(},", "rank 1 in all_gather at",
         "line {the others call},", _AGAIN,

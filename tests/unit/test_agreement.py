@@ -183,8 +183,7 @@ def test_the_main_process_leaves_a_turn_only_when_the_others_have_read_that_it_i
 
     def take_turns(rank: int) -> None:
         store = Slow() if rank == 2 else threads
-        context = OneOf(rank, threads).context
-        all_turns = turns.Turns(store, context, name="turns", timeout_s=20, describe=str)
+        all_turns = turns.Turns(store, OneOf(rank, threads).context, name="turns", timeout_s=90, describe=str)
         with all_turns.turn(everybody=everybody):
             pass
 
@@ -196,6 +195,54 @@ def test_the_main_process_leaves_a_turn_only_when_the_others_have_read_that_it_i
         may_read.set()
         slow.result(20)
         main.result(20)
+
+
+@pytest.mark.parametrize("everybody", [True, False])
+def test_it_is_no_error_if_a_rank_enters_a_turn_late(
+    monkeypatch: pytest.MonkeyPatch, everybody: bool
+) -> None:
+    """The next collective notices a rank that hangs, and the launcher names it."""
+    monkeypatch.setattr(turns, "_READ_S", 0.2)
+    threads = Threads(3)
+    late = threading.Event()
+
+    def take_turns(rank: int) -> str:
+        all_turns = turns.Turns(threads, OneOf(rank, threads).context, name="turns", timeout_s=20, describe=str)
+        with all_turns.turn(everybody=True):
+            pass
+        assert rank != 2 or late.wait(20)
+        with all_turns.turn(everybody=everybody):
+            pass
+        return "done"
+
+    with ThreadPoolExecutor(3) as pool:
+        main, other, slow = [pool.submit(take_turns, rank) for rank in range(3)]
+        if not everybody:
+            assert [main.result(10), other.result(10)] == ["done", "done"]
+        late.set()
+        assert [main.result(10), other.result(10), slow.result(10)] == ["done"] * 3
+
+
+def test_a_rank_that_leaves_a_turn_has_said_that_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may end at once after that."""
+    threads = Threads(2)
+
+    def take_turns(rank: int) -> dict[str, bytes]:
+        all_turns = turns.Turns(threads, OneOf(rank, threads).context, name="turns", timeout_s=20, describe=str)
+        with all_turns.turn(everybody=True):
+            pass
+        return dict(threads.values)
+
+    keep = Threads.set
+
+    def set_slowly(self: Threads, key: str, value: str) -> None:
+        time.sleep(0.1 * key.endswith("/read"))
+        keep(self, key, value)
+
+    monkeypatch.setattr(Threads, "set", set_slowly)
+    with ThreadPoolExecutor(2) as pool:
+        _, other = [pool.submit(take_turns, rank) for rank in range(2)]
+        assert other.result(10)["turns/1/read"] == b"1"
 
 
 def test_hundreds_of_turns_in_a_row_mix_up_no_answers() -> None:

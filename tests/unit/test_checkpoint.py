@@ -103,6 +103,9 @@ class Threads:
     def get(self, key: str) -> bytes:
         return self.values[key]
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.values[key] for key in keys]
+
     def check(self, keys: list[str]) -> bool:
         return all(key in self.values for key in keys)
 
