@@ -17,6 +17,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import numpy
@@ -33,6 +34,7 @@ from distributed.state import DataRole, WorkerContext
 from goals import Goal, verdicts
 
 BATCH, WORLDS = 32, (1, 2, 4, 8)
+WARM_UP = 20  # updates that are not measured
 RECORDS = [zlib.compress(numpy.random.RandomState(i).randint(0, 9, 8192, "uint8").tobytes()) for i in range(64)]
 
 
@@ -91,19 +93,19 @@ def rank_0(data: Any, world: int) -> ShardedData:
     )  # fmt: skip
 
 
-def per_sample(kind: type[Plain], world: int, count: int, results: Any) -> None:
-    """Put the CPU time in us for each sample that rank 0 uses into `results`."""
+def per_sample(kind: type[Plain], world: int, count: int) -> float:
+    """Return the CPU time in us for each sample that rank 0 uses."""
     updates = rank_0(kind(count * world), world).epoch(0)
-    for _ in itertools.islice(updates, 20):  # the first updates check the parts
+    for _ in itertools.islice(updates, WARM_UP):  # the first updates check the parts
         pass
     begin, used = time.process_time(), 0
     for update in updates:
         used += update.micro_batches[0].num_samples
-    results.put((time.process_time() - begin) / used * 1e6)
+    return (time.process_time() - begin) / used * 1e6
 
 
-def resumed(kind: type[Plain], count: int, results: Any) -> None:
-    """Put (seconds until the first batch at 90 %, megabytes that the process has grown by at most) into `results`."""
+def resumed(kind: type[Plain], count: int) -> tuple[float, float]:
+    """Return (seconds until the first batch at 90 %, megabytes that the process has grown by at most)."""
     late = count * 9 // 10 // (2 * BATCH) * 2 * BATCH
     data = rank_0(kind(count, is_light=True), 2)
     if kind is Telling:
@@ -113,18 +115,13 @@ def resumed(kind: type[Plain], count: int, results: Any) -> None:
     begin = time.perf_counter()
     next(data.epoch(0, late))
     seconds = time.perf_counter() - begin
-    results.put((seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024))
+    return seconds, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
 
 
-def in_process(function: Callable[..., None], *arguments: Any) -> Any:
-    """Return what `function` puts into a queue, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    child = context.Process(target=function, args=(*arguments, results))
-    child.start()
-    found = results.get()
-    child.join()
-    return found
+def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `function` returns in a process of its own. Raises its error, or BrokenProcessPool if the process ends."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
 
 
 def cpu_times(count: int, rounds: int) -> tuple[list[list[str]], list[Goal]]:
@@ -165,6 +162,8 @@ def main() -> int:
     parser.add_argument("--long", type=int, default=1_000_000, help="samples of the stream that is resumed")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
+    if options.samples <= WARM_UP * BATCH:
+        parser.error(f"--samples must be above {WARM_UP * BATCH}, which are not measured")
     rows, goals = cpu_times(options.samples, options.rounds)
     print(f"CPU time per used sample, and in ratio to one rank, median of {options.rounds} rounds\n")
     print(machine.table(rows))

@@ -198,9 +198,7 @@ def test_the_main_process_leaves_a_turn_only_when_the_others_have_read_that_it_i
 
 
 @pytest.mark.parametrize("everybody", [True, False])
-def test_it_is_no_error_if_a_rank_enters_a_turn_late(
-    monkeypatch: pytest.MonkeyPatch, everybody: bool
-) -> None:
+def test_it_is_no_error_if_a_rank_enters_a_turn_late(monkeypatch: pytest.MonkeyPatch, everybody: bool) -> None:
     """The next collective notices a rank that hangs, and the launcher names it."""
     monkeypatch.setattr(turns, "_READ_S", 0.2)
     threads = Threads(3)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import needs_backend
+
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 # A model of three buckets: three backward passes with all their all-reduces, then with only the last one's.
@@ -73,9 +75,11 @@ def test_trainer_and_hand_written_loop_end_in_identical_weights(run_python, work
         ["single", "1"],
         pytest.param(["fsdp", "2"], marks=pytest.mark.full),
         pytest.param(["pytorch-ddp", "2"], marks=pytest.mark.full),
+        pytest.param(["deepspeed", "2"], marks=pytest.mark.full),
     ],
 )
 def test_every_way_to_save_is_compared(run_python, kind, tmp_path):
+    needs_backend(kind[0])
     flags = ["--megabytes", "8", "--rounds", "1", "--backend", kind[0], "--processes", kind[1]]
     done = run_python([str(BENCHMARKS / "checkpoint.py"), *flags], timeout=240, cwd=tmp_path)
 
@@ -83,7 +87,7 @@ def test_every_way_to_save_is_compared(run_python, kind, tmp_path):
     rows = rows_of(done.stdout)
     for name in (
         "our save",
-        "our resume",
+        *["our resume"] * (kind[0] != "deepspeed"),  # whose engine is built after it
         "our asynchronous save, blocked",
         "torch.save + fsync",
         "torch.load",
@@ -94,6 +98,17 @@ def test_every_way_to_save_is_compared(run_python, kind, tmp_path):
         assert float(rows[name][0]) >= 0, done.output
     assert rows["raw write + fsync"][1] == "1.00 (1.00-1.00)"
     assert float(rows["our save"][3]) < 64, done.output
+
+
+@pytest.mark.full
+def test_streams_are_timed_with_and_without_shard(run_python, tmp_path):
+    flags = ["--samples", "1024", "--long", "20000", "--rounds", "1"]
+    done = run_python([str(BENCHMARKS / "streams.py"), *flags], timeout=240, cwd=tmp_path)
+
+    assert done.returncode in (0, 1), done.output  # 1: a goal was missed, of which so few samples say nothing
+    rows = rows_of(done.stdout)
+    assert len(rows["without shard"]) == len(rows["with shard"]) == 4
+    assert float(rows["no hook"][0]) > float(rows["shard and skip"][0])
 
 
 @pytest.fixture
