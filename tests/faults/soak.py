@@ -86,7 +86,7 @@ class Run:
     def begin(self, node: int, *more: str) -> Started:
         """Start the launcher of a node."""
         many = ["--num-nodes", "2", "--node-rank", node, "--master-addr", "10.99.0.1", "--master-port", PORT]
-        many += ["--checkpoint-dir", self._saved]
+        many += ["--checkpoint-dir", self.saved]
         options = {
             "restart_on_exception": True,
             "hang_timeout": 3,
@@ -144,10 +144,10 @@ class Run:
         return self.random.randrange(2)
 
     def checkpoints(self) -> list[Path]:
-        return sorted(self._saved.glob("step-*"))
+        return sorted(self.saved.glob("step-*"))
 
     @property
-    def _saved(self) -> Path:
+    def saved(self) -> Path:
         """The directory of the checkpoints."""
         return self._directory / "shared" if self.kind.num_nodes > 1 else self.machines.homes[0] / "run" / "checkpoints"
 
@@ -195,7 +195,7 @@ class Run:
                 for path in (home / "tmp").iterdir()
                 if not path.name.startswith(_OF_TORCH)
             ]
-        found += [f"file {path.name}" for path in self._saved.iterdir() if not path.name.startswith(_KEPT)]
+        found += [f"file {path.name}" for path in self.saved.iterdir() if not path.name.startswith(_KEPT)]
         return found
 
     def output(self) -> str:
@@ -235,10 +235,13 @@ def _pause(run: Run) -> None:
     os.kill(pid, signal.SIGCONT)
 
 
-def _kill_loader(run: Run) -> None:
-    pid = run.signal(run.some_rank(), 0)
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    os.kill(int(run.random.choice(children)), signal.SIGKILL)
+def _signal_loader(number: int) -> Callable[[Run], None]:
+    def send(run: Run) -> None:
+        pid = run.signal(run.some_rank(), 0)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(run.random.choice(children)), number)
+
+    return send
 
 
 def _stop(number: int) -> Callable[[Run], None]:
@@ -279,6 +282,12 @@ def _delete_newest(run: Run) -> None:
     run.signal(0, signal.SIGKILL)
 
 
+def _delete_all(run: Run) -> None:
+    """Delete the directory of the checkpoints. Wait until it has two again, because the next fault may damage the newest one."""
+    shutil.rmtree(run.saved, ignore_errors=True)
+    poll(lambda: len(run.checkpoints()) > 1, RECOVERS_S, lambda: f"no new checkpoints\n{run.output()}")
+
+
 FAULTS: dict[str, Callable[[Run], None]] = {
     "a worker is killed": _kill(signal.SIGKILL),
     "a worker crashes (SIGSEGV)": _kill(signal.SIGSEGV),
@@ -286,14 +295,19 @@ FAULTS: dict[str, Callable[[Run], None]] = {
     "a worker pauses for 1 s": _pause,
     "a callback raises an error": _order("raise"),
     "a callback loops for ever": _order("loop"),
+    "a training step loops for ever": _order("loop in the next step"),
     "a save finds no space": _order("disk"),
     "SIGTERM, and the run is resumed": _stop(signal.SIGTERM),
     "SIGINT, and the run is resumed": _stop(signal.SIGINT),
     "the launcher is killed, and the run is resumed": _stop(signal.SIGKILL),
     "the newest checkpoint is damaged": _damage_newest,
     "the newest checkpoint is deleted": _delete_newest,
+    "all checkpoints are deleted": _delete_all,
 }
-OF_LOADERS = {"a loader process is killed": _kill_loader}
+OF_LOADERS = {
+    "a loader process is killed": _signal_loader(signal.SIGKILL),
+    "a loader process is stopped (SIGSTOP)": _signal_loader(signal.SIGSTOP),
+}
 OF_NODES = {"a node is killed and replaced": _replace_node, "a link is down for 3 s": _cut_link}
 
 

@@ -42,6 +42,7 @@ class Watch(Callback):
         self._file = os.open("step", os.O_WRONLY | os.O_CREAT) if RANK == 0 else None
         Path(f"worker-{RANK}").write_text(str(os.getpid()))
         self.ends = [time.monotonic()]  # of the updates of this attempt
+        self.is_next_stuck = False
 
     def on_step_end(self, state: Any, result: Any) -> None:
         if self._file is not None:
@@ -60,6 +61,16 @@ def loop_for_ever() -> None:
         time.sleep(0.01)
 
 
+def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    if watch.is_next_stuck:
+        loop_for_ever()
+    return torch.nn.functional.mse_loss(output, target)
+
+
+def loop_in_next_step() -> None:
+    watch.is_next_stuck = True
+
+
 def fill_disk() -> None:
     """Leave no space on the disk for the next checkpoint."""
     import distributed.backends._torch.tensor_io as tensor_io
@@ -73,7 +84,13 @@ def fill_disk() -> None:
     tensor_io.write_tensors = fail
 
 
-FAULTS = {"raise": lambda: int("no number"), "loop": loop_for_ever, "disk": fill_disk}
+FAULTS = {
+    "raise": lambda: int("no number"),
+    "loop": loop_for_ever,
+    "loop in the next step": loop_in_next_step,
+    "disk": fill_disk,
+}
+watch = Watch()
 
 if __name__ == "__main__":
     torch.manual_seed(0)
@@ -83,9 +100,8 @@ if __name__ == "__main__":
     data: Any = Samples()
     if LOADERS:
         data = DataLoader(data, batch_size=4, shuffle=True, num_workers=LOADERS, persistent_workers=True)
-    watch = Watch()
     trainer = Trainer(
-        model, optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01), loss_fn=torch.nn.functional.mse_loss,
+        model, optimizer=lambda parameters: torch.optim.Adam(parameters, 0.01), loss_fn=loss_of,
         global_batch_size=8, epochs=10**6, max_steps=int(os.environ["STEPS"]), checkpoint_every_n_steps=20, callbacks=[watch],
     )  # fmt: skip
     trainer.fit(data)

@@ -22,7 +22,7 @@ def test_nothing_is_lost_and_nothing_is_left(kind: Kind) -> None:
     if os.getuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
         (pytest.fail if os.environ.get("REQUIRE_MACHINES") else pytest.skip)("only root can make network namespaces")
     seed = random.SystemRandom().randrange(10**6)
-    outcome = soak(kind, minutes=2.0, every_s=4.0, seed=seed)
+    outcome = soak(kind, minutes=1.2, every_s=4.0, seed=seed)
     assert outcome.is_same and outcome.left == [] and outcome.growth <= 0, (seed, outcome)
     assert outcome.num_faults >= 3, (seed, outcome)
     assert outcome.recovered_s.keys() <= faults_of(kind).keys()
