@@ -71,6 +71,9 @@ class Run:
         for home in self.machines.homes:
             (home / "train.py").write_text(SCRIPT)
         self._nodes = [self.begin(0), self.begin(1)]
+
+    def until_trained(self) -> None:
+        """Wait until both nodes have trained for 60 steps."""
         self.until(lambda: len(self.rows()) >= 60)
 
     def begin(self, rank: int) -> subprocess.Popen[bytes]:
@@ -81,11 +84,12 @@ class Run:
             return subprocess.Popen(command, env=env, stdout=out, stderr=out)
 
     def rows(self) -> list[dict[str, float]]:
-        """Return the lines of metrics.jsonl."""
+        """Return the lines of metrics.jsonl, without one that is still being written."""
         return [
             json.loads(line)
             for file in self.machines.homes[0].glob("runs/*/metrics.jsonl")
-            for line in file.read_text().splitlines()
+            for line in file.read_text().splitlines(keepends=True)
+            if line.endswith("\n")
         ]
 
     def until(self, is_true: Callable[[], bool]) -> float:
@@ -149,6 +153,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as directory:
             run = Run(Path(directory))
             try:
+                run.until_trained()
                 run.kill_worker()
                 times = [run.until_new_step(), run.kill_node()]
                 run.replace_node()
