@@ -35,7 +35,7 @@ _ROW = {"time": SECONDS, "step": COUNT, "epoch": COUNT, "samples_per_second": op
 _NOT_METRICS = ("time", "split", "step", "epoch", "samples_per_second")  # of a line of metrics.jsonl
 _SHOWN = (  # events
     "worker_failed", "node_failed", "node_lost", "node_joined", "restarted", "regrouped", "resumed", "checkpoint_saved", "preempted",
-    "finished", "not_started", "save_failed", "checkpoints_deleted", "stands_still",
+    "finished", "not_started", "save_failed", "checkpoints_deleted",
 )  # fmt: skip
 
 

@@ -20,10 +20,13 @@ from distributed.runs.why import STANDING, Problem, Why, read_why
 _WIDTH = 80
 _NAME = 10  # columns of the names, with the indentation
 _MOST_LINES = 10  # of all
-_MOST_LINES_OF = {"cause": 5}  # lines of a fact, because an error of this package ends with what to do
+_MOST_LINES_OF = {
+    "cause": 5,  # an error of this package ends with what to do
+    "where": 4,  # there may be several ranks
+}  # lines of a fact
 _MOST_OTHER_LINES = 3
 # If all facts together have too many lines, these lose lines in this order, down to these numbers.
-_FEWEST_LINES_OF = {"output": 1, "then": 1, "try": 2, "saves": 1, "cause": 3}
+_FEWEST_LINES_OF = (("output", 1), ("then", 1), ("try", 2), ("saves", 1), ("cause", 3), ("try", 1), ("where", 3))
 
 
 def why(
@@ -54,7 +57,7 @@ def lines_of(found: Why) -> list[str]:
     lines = {
         name: _wrapped(name, text, _MOST_LINES_OF.get(name, _MOST_OTHER_LINES)) for name, text in facts.items() if text
     }
-    for name, least in _FEWEST_LINES_OF.items():
+    for name, least in _FEWEST_LINES_OF:
         beyond = 1 + sum(map(len, lines.values())) - _MOST_LINES
         if beyond > 0 and len(here := lines.get(name, ())) > least:
             lines[name] = _wrapped(name, facts[name], max(least, len(here) - beyond))
@@ -90,7 +93,7 @@ def _cause(found: Why) -> str:
         return f"stopped by {found.stopped_by or 'a signal'}, {'after a checkpoint' if has_saved else 'without a checkpoint at the end'}"
     if found.verdict == STANDING:
         usual = f"; its log lines usually come every {duration(found.usual_s)}" if found.usual_s else ""
-        return found.standing_cause or f"no sign of progress for {duration(found.silent_s)}{usual}"
+        return f"no sign of progress for {duration(found.silent_s)}{usual}"
     if problem is None:
         return "" if found.verdict in ("finished", "running", "starting") else "no cause was recorded"
     if found.verdict == "failed":
@@ -190,5 +193,5 @@ def _as_json(found: Why) -> dict[str, Any]:
         "num_restarts": found.num_restarts, "resumed_at": list(found.resumed_at), "failed_saves": list(found.failed_saves),
         "nodes": list(found.nodes), "damaged": list(found.damaged), "stopped_by": found.stopped_by, "stop_reason": found.stop_reason,
         "silent_s": found.silent_s,
-        "notice": found.standing_cause, "launcher": found.launcher, "checkpoint": state.checkpoint, "fix": found.fix, "time": time.time(),
+        "launcher": found.launcher, "checkpoint": state.checkpoint, "fix": found.fix, "time": time.time(),
     }  # fmt: skip

@@ -28,17 +28,15 @@ from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
 from distributed.launching.epochs import Epochs, write_line
 from distributed.launching.fetched_logs import fetch_logs, send_logs
-from distributed.launching.hang_check import HangCheck
 from distributed.launching.heartbeat import STACKS_SIGNAL, Board
 from distributed.launching.listening import loopback_environ
-from distributed.launching.loader_stacks import WorkerStacks, stacks_of_workers
 from distributed.launching.node_link import NodesEndedError
 from distributed.launching.node_server import LOST_AFTER_S
 from distributed.launching.nodes import Node, interface_environ, names_of, numbered
 from distributed.launching.output import WorkerOutput, display_of
+from distributed.launching.progress_check import ProgressCheck
 from distributed.launching.rendezvous import OneNode, engine_rendezvous, nodes_of, rendezvous_of
 from distributed.launching.request import LaunchRequest
-from distributed.launching.slow_check import SlowCheck
 from distributed.launching.verdicts import Verdict, Verdicts, in_words
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
@@ -47,7 +45,6 @@ from distributed.runs.processes import REGROUP_SIGNAL
 from distributed.runs.summary import close_results, is_training
 from distributed.runs.temporary import temporary_directory
 
-_REPORT_S = 0.5  # seconds between two reports to node 0 of the times of this node's workers
 _CAUSE_S = 3.0  # seconds to wait until another node reports the cause of a failure that is a consequence here
 
 
@@ -67,12 +64,10 @@ class ForkAgent(SimpleElasticAgent):
         self.verdicts.node = request.node_rank if request.num_nodes > 1 else None
         epochs = Epochs(functools.partial(write_line, request.epochs_fd))
         self.output = WorkerOutput(run, display, channel, self._take, epochs)
-        self._hangs = HangCheck(
-            request, run, display, board, self._stacks, lambda _: self._node_name(), has_all=request.num_nodes == 1
-        )
-        self._slow = SlowCheck(run, display, board, self._node_of)
-        self._next_report = 0.0  # time at which node 0 gets the times of the workers of this node
-        self.verdicts.find_hang = lambda: self._hangs.find_late(self.verdicts.watched)
+        self._progress = ProgressCheck(
+            request, run, display, board, self.verdicts, cast(OneNode, spec.rdzv_handler), self._ask_for_stacks, self._node_of
+        )  # fmt: skip
+        self.verdicts.find_hang = self._progress.find_late
         self._master: tuple[str, int] = ("127.0.0.1", 0)
         self._of_engine = engine_rendezvous(request.rendezvous)
         self._node_index, self._num_nodes = 0, 1  # this node's index among the nodes of this attempt, and their number
@@ -158,8 +153,7 @@ class ForkAgent(SimpleElasticAgent):
         self.verdicts.begin(ranks, attempt, dict.fromkeys(ranks, self._node_name()), is_regroup=self._is_regroup)
         self._board.clear()
         self._rank_of = ranks
-        self._hangs.begin()
-        self._slow.begin()
+        self._progress.begin(ranks, self._world_size)
         for worker in worker_group.workers:
             self._start_worker(worker, worker_group, attempt)
         return {worker.local_rank: worker.local_rank for worker in worker_group.workers}
@@ -213,9 +207,8 @@ class ForkAgent(SimpleElasticAgent):
     def _signal_workers(self, signum: int) -> None:
         self._channel.send(json.dumps({"op": "signal", "signum": signum}).encode())
 
-    def _stacks(self, pids: Mapping[int, int]) -> dict[int, WorkerStacks]:
-        """Return the stacks of the workers of this node, by local rank. `pids` has their process ids."""
-        return stacks_of_workers(self._board.stacks, pids, lambda: self._signal_workers(STACKS_SIGNAL))
+    def _ask_for_stacks(self) -> None:
+        self._signal_workers(STACKS_SIGNAL)
 
     def _shutdown(self, death_sig: Any = None, timeout: int = 30) -> None:
         self._stop_workers(self._worker_group)
@@ -231,9 +224,7 @@ class ForkAgent(SimpleElasticAgent):
                 self.verdicts.expect_regroup()
             self._end_with_another_node()
             self._let_new_ones_take_part()
-            if (hang := self._hangs.find(self.verdicts.watched)) is not None:
-                self.verdicts.blame(hang)
-            self._look_for_slow_ranks()
+            self._progress.look()
             return RunResult(WorkerState.HEALTHY)
         if verdict is Verdict.REGROUP:
             self._rendezvous_of_nodes.is_round_wanted = True
@@ -247,18 +238,6 @@ class ForkAgent(SimpleElasticAgent):
                 return RunResult(WorkerState.HEALTHY)
             self._remaining_restarts = 0
         return RunResult(WorkerState.FAILED)
-
-    def _look_for_slow_ranks(self) -> None:
-        """Compare the times of the workers of all nodes on node 0, which the other nodes send to it."""
-        others, watched = self._rendezvous_of_nodes, self.verdicts.watched
-        if self._request.node_rank == 0:
-            if watched and (elsewhere := others.spent_elsewhere()) is not None:
-                # without a secret anyone can send the times of any rank
-                known = {rank: each for rank, each in elsewhere.items() if 0 <= rank < self._world_size}
-                self._slow.look(watched, known)
-        elif (now := time.monotonic()) >= self._next_report:
-            self._next_report = now + _REPORT_S
-            others.report(self._slow.spent(watched))
 
     def _let_new_ones_take_part(self) -> None:
         """Make the workers save and end if `WorkerCount.may_grow` allows more of them to be started."""

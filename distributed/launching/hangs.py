@@ -27,19 +27,17 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Suspects:
-    """Workers that stand still while all others wait for them. They may in turn wait for workers of another launcher.
+    """Workers that stand still while all others wait for them.
 
     Attributes:
-        keys: the keys of the workers; several if they have made the same progress.
+        ranks: the ranks of the workers; several if they have made the same progress.
         progress: where they are in training.
         still_s: for how many seconds they have made no progress.
-        has_others_ahead: whether another worker of the launcher has made more progress.
     """
 
-    keys: tuple[int, ...]
+    ranks: tuple[int, ...]
     progress: Progress
     still_s: float
-    has_others_ahead: bool
 
 
 class HangWatch:
@@ -64,7 +62,7 @@ class HangWatch:
         """Return the workers that hang, or None.
 
         Args:
-            all_progress: the progress of the workers that have not ended, by any key.
+            all_progress: the progress of the workers that have not ended, by rank.
             seconds: how long the launcher has watched since the last look.
         """
         self._seen = {key: self._follow(key, progress, seconds) for key, progress in all_progress.items()}
@@ -76,18 +74,18 @@ class HangWatch:
         progress = max((seen.progress for seen in behind.values()), key=self._limit_of)
         if still_s < self._limit_of(progress):
             return None
-        return Suspects(tuple(behind), progress, still_s, self._is_another_ahead(progress))
+        return Suspects(tuple(behind), progress, still_s)
 
-    def standing(self, keys: Collection[int], timeout_s: float) -> Suspects | None:
+    def standing(self, ranks: Collection[int], timeout_s: float) -> Suspects | None:
         """Return the workers that stood still for the time limit of collectives and have the least progress, or None.
 
         This is called after other workers failed because they reached that limit.
 
         Args:
-            keys: the workers to look at.
+            ranks: the workers to look at.
             timeout_s: the time limit in seconds of workers that have not reported their own.
         """
-        watched = {key: seen for key, seen in self._seen.items() if key in keys}
+        watched = {key: seen for key, seen in self._seen.items() if key in ranks}
         still = {
             key: seen for key, seen in watched.items() if seen.still_s >= _MOST * (seen.progress.timeout_s or timeout_s)
         }
@@ -95,10 +93,7 @@ class HangWatch:
             return None
         least = min(still.values(), key=lambda seen: seen.progress.beats)
         found = tuple(key for key, seen in still.items() if seen.progress.beats == least.progress.beats)
-        return Suspects(found, least.progress, least.still_s, self._is_another_ahead(least.progress))
-
-    def _is_another_ahead(self, progress: Progress) -> bool:
-        return any(seen.progress.beats > progress.beats for seen in self._seen.values())
+        return Suspects(found, least.progress, least.still_s)
 
     def _follow(self, key: int, progress: Progress, seconds: float) -> _Seen:
         before = self._seen.get(key)
@@ -118,18 +113,17 @@ class HangWatch:
         return max(self._slow_s if progress.is_slow else self._timeout_s, _STEPS * usual_s)
 
 
-def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *, is_alone: bool) -> int | None:
-    """Return the key of the worker that the others wait for, or None if that cannot be decided.
+def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int]) -> int | None:
+    """Return the rank of the worker that the others wait for, or None if that cannot be decided.
 
     Args:
         suspects: the workers with the least progress.
-        silent: the keys of workers that did not answer the request for their stack, because they are stopped or wait for a device.
-        waiting: the keys of workers whose stack says that they wait for others.
-        is_alone: whether there are no workers on other nodes.
+        silent: the ranks of workers that did not answer the request for their stack, because they are stopped or wait for a device.
+        waiting: the ranks of workers whose stack says that they wait for others.
     """
-    if found := [key for key in suspects.keys if key in silent]:
+    if len(suspects.ranks) == 1:
+        return suspects.ranks[0]
+    if found := [rank for rank in suspects.ranks if rank in silent]:
         return found[0]
-    found = [key for key in suspects.keys if key not in waiting]
-    if len(found) == 1:
-        return found[0]
-    return suspects.keys[0] if len(suspects.keys) == 1 and (suspects.has_others_ahead or is_alone) else None
+    found = [rank for rank in suspects.ranks if rank not in waiting]
+    return found[0] if len(found) == 1 else None

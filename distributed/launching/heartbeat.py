@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import enum
 import faulthandler
-import math
 import mmap
 import os
 import signal
@@ -19,7 +18,6 @@ import struct
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 
 class Phase(enum.IntEnum):
@@ -111,19 +109,6 @@ class Spent:
     training_s: float
     waited_s: float
     measured: int
-
-    @classmethod
-    def of(cls, values: Sequence[Any]) -> Spent:
-        """Return the times whose fields are `values`, from another node.
-
-        Raises TypeError, ValueError or OverflowError if they cannot be times.
-        """
-        if not isinstance(values, list | tuple):
-            raise TypeError("times are a list")
-        fit, updates, data_s, training_s, waited_s, measured = map(float, values)
-        if not all(0 <= each < math.inf for each in (fit, updates, data_s, training_s, waited_s, measured)):
-            raise ValueError("times are finite and not negative")
-        return cls(int(fit), int(updates), data_s, training_s, waited_s, int(measured))
 
 
 class Heartbeat:

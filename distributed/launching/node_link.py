@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from distributed.errors import TrainingError
-from distributed.launching.heartbeat import Spent
 from distributed.launching.listening import is_loopback, is_own_host
 from distributed.launching.node_rounds import SHOWN_AFTER_S
 from distributed.launching.node_server import BEAT_S, LOST_AFTER_S, seals
@@ -26,6 +25,8 @@ _REFUSED_S = 3.0  # seconds of refused connections after which the launcher of n
 _MOST_REFUSALS = 3  # refusals of this node's first line after which the secrets are reported to differ
 _MOST_SILENCES = 3  # attempts without an answer after which a listener on this machine is reported as another program
 _NO_NODE_0 = "the nodes do not have the same DISTRIBUTED_TOKEN (set the same one on all nodes), or another program listens at that port"
+_LEAVING_S = 3.0  # seconds to send what is left at the end
+_FLUSH_S = 0.01
 _COUNT_DOWN_S = 30.0  # seconds between two lines with the time that is left for a lost node to come back
 
 
@@ -114,8 +115,8 @@ class NodeLink:
         # Whether another node waits for the next round because all workers agreed to save and end.
         self.is_regroup = False
         self.num_newcomers = 0  # on node 0: nodes that wait until the workers have saved
-        # On node 0: the newest times of the workers of each other node, by node rank, with the number of their round.
-        self.spent: dict[int, tuple[int, dict[int, Spent]]] = {}
+        # Called with what node 0 asks of this node about its workers, see `NodeReports.obey`.
+        self.on_request: Callable[[Mapping[str, Any]], None] = lambda message: None
         self.welcome: dict[str, Any] = {}
         self._thread = threading.Thread(target=self._serve, name="node 0", daemon=True)
 
@@ -195,11 +196,10 @@ class NodeLink:
         """Why the run has ended on another node, or None."""
         return self._end
 
-    def report(self, round_number: int, spent: Mapping[int, Spent]) -> None:
-        """Send the times of the workers of this node in a round to node 0, by rank."""
+    def send(self, op: str, **message: Any) -> None:
+        """Send a message of `NodeReports`. It may be lost if the connection breaks."""
         with self._changed:
-            ranks = {str(rank): dataclasses.astuple(each) for rank, each in spent.items()}
-            self._send({"op": "spent", "round": round_number, "ranks": ranks})
+            self._send({"op": op, **message})
 
     def fail(self, cause: str, code: int) -> None:
         """Tell the other nodes that this node has failed and is not restarted, so that they end with `code`."""
@@ -236,6 +236,7 @@ class NodeLink:
         self._is_closed = True
         with self._changed:
             self._send({"op": "leave"})
+            self._flush(_LEAVING_S)
             if self._connection is not None:
                 with contextlib.suppress(OSError):
                     self._connection.socket.shutdown(socket.SHUT_RDWR)
@@ -310,7 +311,7 @@ class NodeLink:
             if answer is None:
                 raise _SecretError(_NO_NODE_0)
             from_node_0, to_node_0 = seals(self._secret, word, str(answer["word"]))
-            connection.settimeout(BEAT_S / 4)
+            connection.setblocking(False)
             opened = SealedConnection(connection, to_node_0, from_node_0)
             opened.send(op="here", rank=self._rank, id=self._id, about=self._about)
         except BaseException:
@@ -331,12 +332,13 @@ class NodeLink:
         heard = time.monotonic()
         next_beat = heard + BEAT_S
         while not is_over() and self._end is None:
-            try:
-                for message in connection.receive():
+            has_message = connection.wait(BEAT_S / 4)
+            with self._changed:
+                connection.flush()
+            with contextlib.suppress(BlockingIOError):  # nothing arrived after all
+                for message in connection.receive() if has_message else ():
                     heard = time.monotonic()
                     self._take(message)
-            except TimeoutError:
-                pass
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + BEAT_S
@@ -369,9 +371,8 @@ class NodeLink:
                     self._on_event({"kind": "warning", "text": f"{message['node']} {message['how']}: {text}"})
                 case "waiting":
                     self.num_newcomers = message["count"]
-                case "spent":
-                    ranks = {int(rank): Spent.of(times) for rank, times in message["ranks"].items()}
-                    self.spent[message["node"]] = (message["round"], ranks)
+                case "stacks" | "hang":
+                    self.on_request(message)
                 case "gone":
                     text = f"{message['node']} {message['how']}: going on without it"
                     self._on_event({"kind": "warning", "text": text})
@@ -386,6 +387,14 @@ class NodeLink:
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.send(**message)
+
+    def _flush(self, seconds: float) -> None:
+        """Send what is left of the messages, for at most `seconds`. Needs the lock."""
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(OSError):
+            while self._connection is not None and self._connection.has_unsent and time.monotonic() < deadline:
+                self._changed.wait(_FLUSH_S)  # the thread may read meanwhile
+                self._connection.flush()
 
 
 def _first_line(connection: socket.socket) -> bytes:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from distributed.launching.heartbeat import Spent
 from distributed.launching.seal import SealedConnection
 from distributed.state import OnEvent
 
@@ -21,6 +20,8 @@ SHOWN_AFTER_S = 3.0  # seconds of waiting for other nodes at the start before a 
 _LAST_CALL_S = 10.0  # seconds for more nodes to join the first round once `min_nodes` have joined
 _LEAVING_S = 2.0  # seconds for the other nodes to report how their workers ended, after a node has left on SIGTERM
 _TOO_LATE = {"op": "end", "why": "the run has ended before this node could take part", "rank": None, "code": 0}
+# Takes a message of a node about its workers.
+Report = Callable[[int, Mapping[str, Any]], None]
 # The fields of a `worker_failed` event besides rank and cause: those with a text, and those with a number.
 _FACTS, _NUMBERS = ("kind", "phase", "place", "then"), ("in_step", "micro_batch", "fit")
 
@@ -65,15 +66,16 @@ class Rounds:
         node_timeout: seconds in which a lost node, or its replacement, must join again.
         on_event: shows a notice or a warning on the console of node 0.
         record: writes an event into the journal of node 0. It also gets the time of the event if another node has written it.
+        report: called with the number of a node and a message about its workers, see `NodeReports.add`.
     """
 
     def __init__(
         self, num_nodes: int, min_nodes: int, *, start_timeout: float, node_timeout: float, on_event: OnEvent,
-        record: Callable[..., None],
+        record: Callable[..., None], report: Report,
     ) -> None:  # fmt: skip
         self._num_nodes, self._min_nodes = num_nodes, min_nodes
         self._start_timeout, self._node_timeout = start_timeout, node_timeout
-        self._on_event, self._record = on_event, record
+        self._on_event, self._record, self._report = on_event, record, report
         self.members: dict[int, Member] = {}  # the nodes that have joined, by node rank
         self._round = 0
         self._deadline = time.monotonic() + start_timeout
@@ -96,7 +98,7 @@ class Rounds:
     # ------------------------------------------------------------------ messages and losses of nodes
 
     def take(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a node: it joins the next round, has failed, leaves, is done, or reports the times of its workers."""
+        """Handle a message of a node: it joins the next round, has failed, leaves, is done, or reports on its workers."""
         member = self.members[rank]
         if message["op"] == "join":
             member.wants, member.offer, member.is_regroup = True, message["offer"], bool(message["is_regroup"])
@@ -105,9 +107,10 @@ class Rounds:
                 for leaving in list(self._leaving):
                     self._let_go(leaving)
             self._begin_round_if_complete()
-        elif message["op"] == "spent":
-            times = {str(int(each)): dataclasses.astuple(Spent.of(of)) for each, of in message["ranks"].items()}
-            self.send({"op": "spent", "node": rank, "round": int(message["round"]), "ranks": times}, 0)
+        elif message["op"] in ("progress", "answer"):
+            self._report(rank, message)
+        elif message["op"] in ("stacks", "hang") and rank == 0:
+            self.send(message, *self._taking_part)
         elif message["op"] == "failed":
             self._finish(message["cause"], rank, code=message["code"], but=rank)
         elif message["op"] == "leaving":

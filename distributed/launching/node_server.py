@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-from distributed.launching.node_rounds import Member, Rounds, name_of
+from distributed.launching.node_rounds import Member, Report, Rounds, name_of
 from distributed.launching.seal import Seal, SealedConnection
 from distributed.launching.sealed_listener import SealedListener
 from distributed.state import OnEvent
@@ -51,18 +51,19 @@ class NodeServer:
         on_event: shows a notice or a warning on the console of node 0. Called from the thread of the server.
         record: writes an event into the journal of node 0. It also gets the time of the event if another node has written it.
             Called from the thread of the server.
+        report: see `Rounds`. Called from the thread of the server.
     """
 
     def __init__(
         self, bound: socket.socket, secret: str, about: Mapping[str, Any], welcome: Mapping[str, Any], *,
         start_timeout: float, node_timeout: float, on_event: OnEvent, record: Callable[..., None], min_nodes: int | None = None,
-        check: Check = lambda _: None,
+        check: Check = lambda _: None, report: Report = lambda node, message: None,
     ) -> None:  # fmt: skip
         self._secret, self._about, self._welcome, self._on_event, self._check = secret, about, welcome, on_event, check
         self._num_nodes: int = about["same"]["num_nodes"]
         self._rounds = Rounds(
             self._num_nodes, min_nodes or self._num_nodes, start_timeout=start_timeout, node_timeout=node_timeout,
-            on_event=on_event, record=record,
+            on_event=on_event, record=record, report=report,
         )  # fmt: skip
         self._members = self._rounds.members
         # By node rank, for launchers that are gone: whether the launcher was silent and may come back.

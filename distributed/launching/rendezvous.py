@@ -24,9 +24,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from distributed.config.registry import versions_of
 from distributed.errors import ResourceError
 from distributed.launching.environments.base import WorkerEnvironment
-from distributed.launching.heartbeat import Spent
 from distributed.launching.listening import is_own_host, listen_at
 from distributed.launching.node_link import NodeLink, NodesEndedError, Round
+from distributed.launching.node_reports import NodeReports
+from distributed.launching.node_rounds import Report
 from distributed.launching.node_server import NodeServer
 from distributed.launching.nodes import Node, numbered, this_node
 from distributed.launching.request import LaunchRequest
@@ -135,12 +136,11 @@ class OneNode(RendezvousHandler):
     def leave(self, how: str, *, is_regroup: bool) -> None:
         """Tell the other nodes that this one leaves the run and that they go on, as `NodeLink.leave` does."""
 
-    def report(self, spent: Mapping[int, Spent]) -> None:
-        """Send the times of the workers of this node to node 0, by rank."""
+    def exchange(self, reports: NodeReports) -> None:
+        """Let `reports` take the messages that it sends on other nodes with `send`."""
 
-    def spent_elsewhere(self) -> Mapping[int, Spent] | None:
-        """Return the newest times of the workers of all other nodes by rank, or None if those of a node are not known yet."""
-        return {}
+    def send(self, op: str, **message: Any) -> None:
+        """Send a message of `NodeReports`."""
 
     def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
         """Tell the other nodes how the workers of this one ended, and wait for theirs if `waits`, as `NodeLink.finish` does."""
@@ -163,6 +163,7 @@ class ManyNodes(OneNode):
     def __init__(self, request: LaunchRequest, on_event: OnEvent) -> None:
         super().__init__(request)
         self._server: NodeServer | None = None
+        self._take_report: Report = lambda node, message: None
         secret = (shared_secret() or b"").decode()
         about = _about(request)
         own = None
@@ -174,6 +175,7 @@ class ManyNodes(OneNode):
                 node_timeout=request.node_timeout, min_nodes=request.min_nodes, on_event=on_event,
                 check=functools.partial(_objection, engine_rendezvous(request.rendezvous)),
                 record=functools.partial(_record, RunDirectory(request.run_dir)),
+                report=lambda node, message: self._take_report(node, message),
             )  # fmt: skip
             own = self._server.start()
         where = (request.master_addr, request.master_port or 0)
@@ -212,17 +214,11 @@ class ManyNodes(OneNode):
     def ended(self) -> NodesEndedError | None:
         return self._link.ended
 
-    def report(self, spent: Mapping[int, Spent]) -> None:
-        self._link.report(self.round.number, spent)
+    def exchange(self, reports: NodeReports) -> None:
+        self._link.on_request, self._take_report = reports.obey, reports.add
 
-    def spent_elsewhere(self) -> Mapping[int, Spent] | None:
-        of_round = {
-            node: spent for node, (number, spent) in list(self._link.spent.items()) if number == self.round.number
-        }
-        others = [node for node in self.round.ranks if node != self.request.node_rank]
-        if not all(node in of_round for node in others):
-            return None
-        return {rank: each for node in others for rank, each in of_round[node].items()}
+    def send(self, op: str, **message: Any) -> None:
+        self._link.send(op, **message)
 
     def fail(self, cause: str, code: int) -> None:
         self._link.fail(cause, code)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import select
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -71,6 +72,15 @@ class SealedConnection:
             self.flush()
         elif self.socket.send(line) != len(line):
             raise BlockingIOError("the other end does not read")
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until something has arrived, or until the socket takes more of what is unsent. Return whether something has arrived.
+
+        Wait at most `seconds`. Returns True also if the connection is broken.
+        """
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.has_unsent else 0))
+        return any(event & ~select.POLLOUT for _, event in poll.poll(1000 * seconds))
 
     @property
     def has_unsent(self) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 
-from distributed.launching.heartbeat import Reports, Spent
+from distributed.launching.heartbeat import Reports
 from distributed.launching.slow_ranks import SlowRank, SlowWatch
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -16,7 +16,7 @@ class SlowCheck:
     Args:
         run: the run directory, whose journal gets an event.
         display: shows the warning.
-        reports: the progress and the times of the workers of this launcher.
+        reports: the progress and the times of the workers, by rank.
         node_of: returns (the name of the node of a rank, such as "node 1 (b)", or "" if there is only one node; its host name).
     """
 
@@ -31,28 +31,19 @@ class SlowCheck:
         """Begin an attempt."""
         self._watch = SlowWatch()
 
-    def look(self, ranks: Mapping[int, int], elsewhere: Mapping[int, Spent]) -> None:
-        """Report a worker that is slow.
-
-        Args:
-            ranks: the rank of each worker of this launcher that is checked, by its key.
-            elsewhere: the times of the workers of other launchers, by rank.
-        """
-        found = self._watch.look({**elsewhere, **self.spent(ranks)})
+    def look(self, ranks: Collection[int]) -> None:
+        """Report a worker that is slow. `ranks` are those of the workers to check."""
+        found = self._watch.look({rank: self._reports.spent(rank) for rank in ranks})
         if found is None or found.rank in self._named:
             return
         self._named.add(found.rank)
         node, host = self._node_of(found.rank)
         text = f"rank {found.rank}{' on ' * bool(node)}{node} slows the others down: {_in_words(found)}"
         self._run.event(
-            "slow_rank", step=max(self._reports.progress(index).step for index in ranks), rank=found.rank, host=host, cause=text,
+            "slow_rank", step=max(self._reports.progress(rank).step for rank in ranks), rank=found.rank, host=host, cause=text,
             data=round(found.data, 3), compute=round(found.compute, 3), communication=round(found.communication, 3),
         )  # fmt: skip
         self._display.handle({"kind": "warning", "text": text})
-
-    def spent(self, ranks: Mapping[int, int]) -> dict[int, Spent]:
-        """Return the times of workers of this launcher by rank. `ranks` maps their keys to their ranks."""
-        return {rank: self._reports.spent(index) for index, rank in ranks.items()}
 
 
 def _in_words(found: SlowRank) -> str:

@@ -249,7 +249,7 @@ class Verdicts:
                     rank.raised = failure
 
     def blame(self, failure: Failure) -> None:
-        """Record that a rank hangs, unless it has failed or ended in the meantime."""
+        """Record that a rank hangs, unless it has failed or ended in the meantime. The rank is one of this launcher."""
         with self._changed:
             rank = next(each for each in self._ranks.values() if each.rank == failure.rank)
             if rank.reported is None and rank.status is None:
@@ -381,7 +381,8 @@ class Verdicts:
 
     def _record_failure(self, cause: Failure, then: str, **more: Any) -> None:
         """Record the failure and what is done about it, here and in the journal of the run."""
-        detail: dict[str, Any] = {} if self.node is None else {"node": self.node}
+        node = self.node if cause.node_rank is None else cause.node_rank
+        detail: dict[str, Any] = {} if node is None else {"node": node}
         self.failure = {
             "time": time.time(), "rank": cause.rank, "cause": in_words(cause), **detail, **_facts_of(cause), **more, "then": then,
         }  # fmt: skip

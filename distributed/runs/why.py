@@ -18,7 +18,7 @@ from distributed.config.kinds import COUNT, SECONDS, check_kinds, is_number
 from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
-from distributed.runs.failures import FAILURES, STARTS, failures_of
+from distributed.runs.failures import FAILURES, ON_NODE_0, STACKS, STARTS, failures_of
 from distributed.runs.fixes import STANDING_STILL, fix_of
 from distributed.runs.listing import RunState, read_state_and_events
 from distributed.runs.log_tail import last_line, tail
@@ -31,7 +31,6 @@ _SLOW = 10  # a start may take this many times `hang_timeout`, unless `hang_time
 _USUAL = 5  # a run may be silent for this many times the longest time between two log lines
 _LONG = 4  # a cause with at least this many lines is shortened
 _MOST_TEXT = 4000  # characters of a text of the journal
-_STACKS = "; stacks are in "  # before the directory, in the cause of a hang
 _STOPPED = re.compile(r" (was stopped by \w+)$")  # the end of the cause of a lost node that a signal stopped
 _RANK = re.compile(r"\brank (\d{1,6})\b")
 
@@ -75,7 +74,6 @@ class Why:
         stop_reason: why training ended early, or "".
         silent_s: seconds since the last sign of progress.
         usual_s: seconds between two log lines, or None if that is not known.
-        standing_cause: what a launcher recorded about a run that stands still, or "".
         launcher: the launcher that the directory names, such as "process 12 on node0", or "".
         is_rank_0: whether `launcher` is the process of rank 0, because another launcher started the ranks.
         fix: what to try, or "".
@@ -96,7 +94,6 @@ class Why:
     stop_reason: str
     silent_s: float
     usual_s: float | None
-    standing_cause: str
     launcher: str
     is_rank_0: bool
     fix: str
@@ -118,15 +115,12 @@ def read_why(path: Path) -> Why:
         f"{event['checkpoint']}: {_text(event.get('cause'))}" for event in saves if event["event"] == "save_failed"
     ]
     end: Mapping[str, Any] = next((event for event in reversed(events) if event["event"] in _ENDS), {})
-    standing_cause = next(
-        (_text(event.get("cause")) for event in reversed(events) if event["event"] == "stands_still"), ""
-    )
     return Why(
         state=state, verdict=verdict, problem=problem, num_failures=len(failures),
         num_restarts=sum(event["event"] == "restarted" for event in events),
         resumed_at=_resumed_at(events), failed_saves=failed, has_saved_since=bool(saves) and saves[-1]["event"] == "checkpoint_saved",
         nodes=_nodes(events), damaged=_damaged(run), deleted=_deleted(events), stopped_by=_signal_name(end.get("signal")), stop_reason=_text(end.get("stop_reason")),
-        silent_s=silent_s, usual_s=usual_s, standing_cause=standing_cause if verdict == STANDING else "",
+        silent_s=silent_s, usual_s=usual_s,
         launcher=_launcher(run), is_rank_0=_is_rank_0(run, events), fix=_fix(problem, verdict),
     )  # fmt: skip
 
@@ -178,19 +172,22 @@ def _verdict(state: RunState, events: Sequence[Mapping[str, Any]], is_silent: bo
 
 
 def _problem(run: RunDirectory, event: Mapping[str, Any], *, has_gone_on: bool) -> Problem:
-    rank, location = event.get("rank"), _text(event.get("place"))
+    rank, node, location = event.get("rank"), str(event.get("node", "")), _text(event.get("place"))
     cause, stacks = _text(event.get("cause")), ""
     if event.get("kind") == "error":  # all ranks may have raised it, so only its text shows which rank it concerns
         rank = int(found[1]) if (found := _RANK.search(cause)) else None
     if event.get("kind") == "hang":
-        rank = None if cause.startswith("ranks ") else rank  # none of them could be singled out
-        before, _, where = cause.partition(_STACKS)
+        if cause.startswith("ranks "):  # none of them could be singled out
+            rank, node = None, ""
+        before, _, where = cause.partition(STACKS)
         where, _, rest = where.partition("; ")
         cause = before.replace(f", it is at {location}", "") + (f"; {rest}" if rest else "")
-        stacks = f"logs/{Path(where).name}" if where else ""
+        kept = Path(where.removesuffix(ON_NODE_0)).name
+        is_elsewhere = where.endswith(ON_NODE_0) and not (run.logs / kept).exists()
+        stacks = f"logs/{kept}{ON_NODE_0 * is_elsewhere}" if where else ""
     log = f"logs/rank-{rank}.log" if rank is not None and (run.logs / f"rank-{rank}.log").exists() else ""
     return Problem(
-        time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=str(event.get("node", "")), kind=_text(event.get("kind")),
+        time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=node, kind=_text(event.get("kind")),
         step=event.get("in_step"), phase=_text(event.get("phase")), location=location, then=_text(event.get("then")), stacks=stacks, log=log,
         last_output=last_line(run.path / log) if log and event.get("kind") in ("signal", "exit") and not has_gone_on else "",
         has_gone_on=has_gone_on,

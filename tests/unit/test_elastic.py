@@ -7,7 +7,7 @@ import io
 import json
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,10 @@ from distributed.errors import ConfigError
 from distributed.launching import agent, elastic
 from distributed.launching.agent import ForkAgent
 from distributed.launching.elastic import WorkerCount
-from distributed.launching.hang_check import HangCheck
-from distributed.launching.heartbeat import Board, Spent
+from distributed.launching.heartbeat import Board
 from distributed.launching.node_link import NodesEndedError, Round
+from distributed.launching.progress_check import ProgressCheck
 from distributed.launching.request import LaunchRequest
-from distributed.launching.slow_check import SlowCheck
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
@@ -194,8 +193,11 @@ class Others:
     def num_nodes_waiting(self) -> int:
         return int(self.is_round_wanted)
 
-    def spent_elsewhere(self) -> Mapping[int, Spent] | None:
-        return None
+    def exchange(self, reports: Any) -> None:
+        pass
+
+    def send(self, op: str, **message: Any) -> None:
+        pass
 
     def leave(self, how: str, *, is_regroup: bool) -> None:
         self.told.append(("leave", how, is_regroup))
@@ -217,10 +219,11 @@ class Agent:
         real: Any = self.real
         real._request, real._run, real._channel, real._display = request, self.run, channel, display
         real._count, real._rendezvous_of_nodes = WorkerCount(request), self.others
-        real._hangs = HangCheck(request, self.run, display, Board(1), dict, lambda rank: "", has_all=False)
-        real._slow = SlowCheck(self.run, display, Board(1), lambda rank: ("", "here"))
-        real._next_report = 0.0
         real.verdicts = Verdicts(request, self.run, display, real._count)
+        others: Any = self.others
+        real._progress = ProgressCheck(
+            request, self.run, display, Board(1), real.verdicts, others, lambda: None, lambda rank: ("", "here")
+        )
         real._is_elastic, real._remaining_restarts, real._nodes = True, 0, [object()]
         real.verdicts.begin({0: 0}, 0)
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from distributed.launching import node_link, node_rounds, node_server
-from distributed.launching.heartbeat import Spent
 from distributed.launching.listening import listen_at
 from distributed.launching.node_link import NodeLink, NodesEndedError, Round
 from distributed.launching.node_server import NodeServer
@@ -23,6 +22,7 @@ from distributed.launching.seal import Seal, SealedConnection
 from tests.unit.test_listening import needs_ipv6
 
 SECRET = "0123456789abcdef"
+LARGE = "x" * 1_000_000  # several of them are more than a socket takes at once
 
 
 def about(name: str, **same: Any) -> dict[str, Any]:
@@ -49,10 +49,11 @@ class Nodes:
         self.shown: list[str] = []
         welcome = {"run_dir": "runs/a", "run_id": uuid.uuid4().hex}
         self.recorded: list[dict[str, Any]] = []
+        self.reported: list[tuple[int, Mapping[str, Any]]] = []
         self.server = NodeServer(
             bound, secret, about("node0", num_nodes=num_nodes), welcome, start_timeout=start_timeout,
             node_timeout=node_timeout, min_nodes=min_nodes, on_event=self.show, check=check,
-            record=lambda event, *time, **detail: self.recorded.append({"event": event, **detail}),
+            record=lambda event, *time, **detail: self.recorded.append({"event": event, **detail}), report=self.report,
         )  # fmt: skip
         self.pool = ThreadPoolExecutor(8)
         self.links: list[NodeLink] = []
@@ -61,6 +62,11 @@ class Nodes:
 
     def show(self, event: Mapping[str, Any]) -> None:
         self.shown.append(f"{event['kind']}: {event['text']}")
+
+    def report(self, node: int, message: Mapping[str, Any]) -> None:
+        if "error" in message:
+            raise ValueError(message["error"])
+        self.reported.append((node, message))
 
     def link(
         self, rank: int | None, own: socket.socket | None = None, secret: str | None = None, **same: Any
@@ -140,30 +146,45 @@ def test_node_0_says_for_which_nodes_it_waits(make: Callable[..., Nodes], monkey
     assert line.endswith(" s for nodes 1, 3 (start_timeout)")
 
 
-def test_node_0_gets_the_times_of_the_workers_of_the_other_nodes(make: Callable[..., Nodes]) -> None:
-    nodes = make(3)
-    others = [nodes.connected(1), nodes.connected(2)]
-    nodes.begin(nodes.zero, *others)
-    times = {2: Spent(1, 40, 0.5, 1.25, 0.25, 4), 3: Spent(1, 41, 0.0, 1.5, 0.0, 0)}
-    others[0].report(1, times)
-    others[1].report(1, {})
-    until(lambda: len(nodes.zero.spent) == 2)
-    assert nodes.zero.spent == {1: (1, times), 2: (1, {})} and others[1].spent == {}
+def test_reports_of_all_nodes_reach_node_0_and_its_requests_reach_all(make: Callable[..., Nodes]) -> None:
+    nodes, asked = make(3), dict[int, list[Any]]()
+    links = [nodes.zero, nodes.connected(1), nodes.connected(2)]
+    for rank, link in enumerate(links):
+        link.on_request = asked.setdefault(rank, []).append
+    nodes.begin(*links)
+    for rank, link in enumerate(links):
+        link.send("progress", round=1, text=LARGE * (rank > 0))
+    links[1].send("answer", number=7)
+    links[1].send("hang", rank=0)  # only node 0 blames
+    until(lambda: len(nodes.reported) == 4)
+    sizes = sorted((node, len(each.get("text", ""))) for node, each in nodes.reported)
+    assert sizes == [(0, 0), (1, 0), (1, len(LARGE)), (2, len(LARGE))]
+    links[0].send("stacks", number=7)
+    links[0].send("hang", rank=2)
+    until(lambda: all(len(each) == 2 for each in asked.values()))
+    assert asked[0] == asked[1] == asked[2] == [{"op": "stacks", "number": 7}, {"op": "hang", "rank": 2}]
 
 
-@pytest.mark.parametrize(
-    "bad",
-    [[1, 2], [1, 2, 3, 4, 5, -1], [1, 2, "x", 4, 5, 6], [1, 2, float("nan"), 4, 5, 6], [10**400, 2, 3, 4, 5, 6], "123456", None],
-)  # fmt: skip
-def test_times_that_cannot_be_break_the_connection_of_their_sender_alone(make: Callable[..., Nodes], bad: Any) -> None:
+def test_the_last_message_of_a_node_arrives_after_a_large_one(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    one = nodes.connected(1)
+    nodes.begin(nodes.zero, one)
+    for _ in range(4):
+        one.send("answer", text=LARGE)
+    one.fail("rank 1 failed", 3)
+    one.close()
+    until(lambda: nodes.zero.ended is not None)
+    assert str(nodes.zero.ended) == "rank 1 failed" and len(nodes.reported) == 4
+
+
+def test_a_report_that_cannot_be_breaks_the_connection_of_its_sender_alone(make: Callable[..., Nodes]) -> None:
     nodes = make(2)
     one = nodes.connected(1)
     nodes.begin(nodes.zero, one)
     before = one._connection
-    with one._changed:
-        one._send({"op": "spent", "round": 1, "ranks": {"1": bad}})
+    one.send("progress", error="ValueError")
     until(lambda: one._connection is not before and one._connection is not None)  # the link connects again
-    assert nodes.zero.spent == {} and nodes.zero.ended is None and one.ended is None
+    assert nodes.reported == [] and nodes.zero.ended is None and one.ended is None
 
 
 def test_a_node_that_wants_another_round_lets_the_others_know(make: Callable[..., Nodes]) -> None:

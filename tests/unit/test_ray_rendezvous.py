@@ -203,7 +203,7 @@ with Signals() as signals:
 
 REFUSED = """
 import os, queue, types
-from distributed.backends._ray.reports import WorkerReports
+from distributed.launching.worker_reports import WorkerReports
 from distributed.backends._ray.rendezvous import RendezvousServer, connect
 from distributed.launching.stopping import Signals, Stop
 

@@ -17,9 +17,10 @@ import pytest
 
 from distributed.backends._ray.launch import _Launch
 from distributed.backends._ray.rendezvous import LauncherConnections, seals
-from distributed.backends._ray.reports import ProcessReporter, WorkerReports
+from distributed.backends._ray.reports import ProcessReporter
 from distributed.launching.heartbeat import NUM_VALUES, Board, Phase
 from distributed.launching.stacks import line_in_script
+from distributed.launching.worker_reports import WorkerReports
 from distributed.runs.processes import descendants
 from tests.conftest import poll
 
@@ -176,7 +177,7 @@ def test_a_hang_of_an_attempt_that_is_over_is_not_blamed_on_the_next_one(begins)
     launch: Any = object.__new__(_Launch)
     launch._reports, launch._hangs = reports, Hangs()
     launch._verdicts = SimpleNamespace(watched={}, blame=blamed.append)
-    launch._slow = SimpleNamespace(look=lambda ranks, elsewhere: None)
+    launch._slow = SimpleNamespace(look=lambda ranks: None)
     launch._look_at_progress()
     assert blamed == ([] if begins else ["rank 1 hangs"])
 
@@ -195,13 +196,13 @@ def test_no_attempt_begins_while_a_hang_is_blamed():
 
 
 def test_a_worker_that_does_not_answer_is_told_from_a_process_that_does_not(monkeypatch):
-    monkeypatch.setattr("distributed.backends._ray.reports._ANSWER_S", 0.1)
+    monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 0.1)
     (worker,) = WorkerReports(lambda **_: None).inspect({3: 99}).values()
     assert worker.process.pid == 99 and worker.process.why == ", its Ray worker does not answer"
 
 
 def test_a_late_answer_to_an_earlier_request_is_not_used(monkeypatch):
-    monkeypatch.setattr("distributed.backends._ray.reports._ANSWER_S", 0.1)
+    monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 0.1)
     stacks = {"pid": 99, "stacks": "Thread 0x1", "why_silent": "", "from_outside": ""}
     reports = WorkerReports(lambda op, number: reports.add(0, {"stacks": stacks, "number": number - 1, "loader": None}))
     (worker,) = reports.inspect({0: 99}).values()
@@ -214,6 +215,7 @@ def test_a_late_answer_to_an_earlier_request_is_not_used(monkeypatch):
         {"values": []}, {"values": 3}, {"values": ["1"] * NUM_VALUES}, {"values": [True] * NUM_VALUES},
         {"values": [9] * NUM_VALUES}, {"values": [1] * (NUM_VALUES - 1) + [1 << 63]},
         {"stacks": {"pid": 1}, "number": 0, "loader": None}, {"stacks": {}},
+        {"stacks": {"pid": 1, "stacks": ["a"]}, "number": 0, "loader": None}, {"stacks": {"pid": "1", "stacks": ""}, "number": 0, "loader": None},
     ],
 )  # fmt: skip
 def test_what_no_worker_sends_is_refused(answer):

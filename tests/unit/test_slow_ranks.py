@@ -124,7 +124,7 @@ def test_a_worker_adds_up_its_times_and_the_launcher_names_a_slow_one_once(tmp_p
         beat(workers[1], step, clock, 0.04, 0.02)
         workers[0].waited(0.04, 1)
         workers[1].waited(0.0, 1)
-        check.look({0: 4, 1: 5}, {})
+        check.look([0, 1])
         if step == 100:
             check.begin()  # a restart
     spent = board.spent(0)
@@ -132,11 +132,11 @@ def test_a_worker_adds_up_its_times_and_the_launcher_names_a_slow_one_once(tmp_p
     assert (spent.data_s, spent.training_s, spent.waited_s) == pytest.approx((2.0, 10.0, 8.0))
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
-        "warning: rank 5 on node 1 (b) slows the others down: in 50 updates in a row it needed 60 ms itself, and the"
+        "warning: rank 1 on node 1 (b) slows the others down: in 50 updates in a row it needed 60 ms itself, and the"
     )
     assert line.endswith(" others 20 ms in the median (data 67%, compute 33%, communication 0% of its time)")
     (event,) = [json.loads(each) for each in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert (event["event"], event["rank"], event["data"], event["compute"]) == ("slow_rank", 5, 0.667, 0.333)
+    assert (event["event"], event["rank"], event["data"], event["compute"]) == ("slow_rank", 1, 0.667, 0.333)
     assert event["host"] == "b"
 
 

@@ -26,7 +26,6 @@ from distributed.backends._ray.cluster import LOOK_S, Cluster
 from distributed.backends._ray.hellos import environments_of, gpus_beside, node_names, objection
 from distributed.backends._ray.patience import Patience
 from distributed.backends._ray.rendezvous import RendezvousServer, WorkerConnections, attach
-from distributed.backends._ray.reports import WorkerReports
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
@@ -43,6 +42,7 @@ from distributed.launching.stopping import Signals, Stop
 from distributed.launching.subreaper import Subreaper
 from distributed.launching.variables import THREAD_VARIABLES, set_thread_variables
 from distributed.launching.verdicts import Verdict, Verdicts
+from distributed.launching.worker_reports import WorkerReports
 from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
@@ -105,11 +105,9 @@ class _Launch:
         self._server = RendezvousServer(
             signals, self._stop, self._send, self._begin, self._reports.add, self._add_news
         )  # fmt: skip
-        self._hangs = HangCheck(
-            request, run, display, self._reports, self._reports.inspect, lambda rank: self._node_of(rank)[0], has_all=True
-        )  # fmt: skip
+        self._hangs = HangCheck(request, run, self._reports, self._reports.inspect, lambda rank: self._node_of(rank)[0])
         self._slow = SlowCheck(run, display, self._reports, self._node_of)
-        self._verdicts.find_hang = lambda: self._hangs.find_late(self._verdicts.watched)
+        self._verdicts.find_hang = lambda: self._hangs.find_late(self._verdicts.watched.values())
         self._world_size = 0  # number of workers of the newest attempt
         self._names: dict[int, str] = {}  # names of the nodes of the newest attempt
         self._name_of: dict[int, str] = {}  # rank -> the name of its node
@@ -186,11 +184,13 @@ class _Launch:
     def _look_at_progress(self) -> None:
         """Restart the workers if one of them hangs, and name one that is slow."""
         attempt = self._reports.attempt
-        hang = self._hangs.find(self._verdicts.watched)  # meanwhile, workers may be lost, and Ray may start others
+        hang = self._hangs.find(
+            self._verdicts.watched.values()
+        )  # meanwhile, workers may be lost, and Ray may start others
         with self._reports.held(attempt) as is_same:
             if hang is not None and is_same:
                 self._verdicts.blame(hang)
-        self._slow.look(self._verdicts.watched, {})
+        self._slow.look(self._verdicts.watched.values())
 
     def _node_of(self, rank: int) -> tuple[str, str]:
         """Return (the name of the node of a rank, or "" if there is only one node; its host name)."""

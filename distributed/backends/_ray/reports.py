@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from distributed.backends._ray.rendezvous import LauncherConnections
-from distributed.launching.heartbeat import NUM_VALUES, STACKS_SIGNAL, Board, Reports, progress_in
-from distributed.launching.loader_stacks import LoaderProcess, WorkerStacks, stacks_of_workers
-from distributed.launching.stacks import ProcessStacks
+from distributed.launching.heartbeat import STACKS_SIGNAL, Board
+from distributed.launching.loader_stacks import stacks_of_workers
+from distributed.launching.worker_reports import answers_of, end_of
 from distributed.runs.processes import handles, is_running
 
 _REPORT_S = 0.5  # seconds between two reports of progress
-_ANSWER_S = 30.0  # time for all workers to send their stacks, also if py-spy has to look at some processes from outside
-_MOST_CHARACTERS = 100_000  # of the stacks of one process, so that a line is shorter than `LINE_BYTES`
 
 
 class ProcessReporter:
@@ -55,7 +51,7 @@ class ProcessReporter:
         """Stop reporting, after the process has ended. Return its last values and the stacks of a crash."""
         self._asked.put(None)
         self._thread.join()
-        return {"values": self._board.values(0), "crash": _cut(self._board.crash(0))}
+        return {"values": self._board.values(0), "crash": end_of(self._board.crash(0))}
 
     def _report(self) -> None:
         sent: list[int] = []
@@ -76,9 +72,8 @@ class ProcessReporter:
         found = stacks_of_workers(self._board.stacks, {0: pid}, self._ask)[0]
         if not is_running(pid):
             return  # the launcher gets the exit status instead
-        for each in found.loaders:
-            self._send(stacks=_fields_of(each.process), number=number, loader=each.number)
-        self._send(stacks=_fields_of(found.process), number=number, loader=None)
+        for answer in answers_of(found):
+            self._send(number=number, **answer)
 
     def _send(self, **answer: Any) -> None:
         with contextlib.suppress(OSError):  # the launcher has gone
@@ -87,111 +82,3 @@ class ProcessReporter:
     def _ask(self) -> None:
         if handles(self._process.pid, STACKS_SIGNAL):  # not yet while the process starts
             self._process.send_signal(STACKS_SIGNAL)
-
-
-def _fields_of(process: ProcessStacks) -> dict[str, Any]:
-    cut = {"stacks": _cut(process.stacks), "from_outside": process.from_outside[:_MOST_CHARACTERS]}
-    return {**dataclasses.asdict(process), **cut}
-
-
-def _cut(stacks: str) -> str:
-    """Return the end of long stacks: faulthandler writes the main thread last."""
-    return stacks[-_MOST_CHARACTERS:]
-
-
-class WorkerReports(Reports):
-    """Keep the reports of the Ray workers of an attempt, by rank.
-
-    One thread calls `begin`, `add` and `end`, others read.
-
-    Args:
-        ask: called with a command that all workers receive.
-
-    Attributes:
-        attempt: the number of attempts that have begun.
-    """
-
-    def __init__(self, ask: Callable[..., None]) -> None:
-        self._ask = ask
-        self._changed = threading.Condition()
-        self._values: dict[int, list[int]] = {}
-        self._crashes: dict[int, str] = {}
-        self._number = 0  # of the newest request for stacks
-        self.attempt = 0
-        self._ended: set[int] = set()  # the workers of the attempt that have ended
-        self._loaders: dict[int, list[LoaderProcess]] = {}  # those of the newest request
-        self._processes: dict[int, ProcessStacks] = {}
-
-    def begin(self) -> None:
-        """Forget the workers of the attempt before."""
-        with self._changed:
-            self._values, self._crashes, self._ended = {}, {}, set()
-            self.attempt += 1
-            self._changed.notify_all()
-
-    @contextlib.contextmanager
-    def held(self, attempt: int) -> Iterator[bool]:
-        """Let no other attempt begin in the block. Yield whether none has begun after `attempt`."""
-        with self._changed:
-            yield attempt == self.attempt
-
-    def end(self, rank: int) -> None:
-        """Record that a worker has ended, and does not answer any more."""
-        with self._changed:
-            self._ended.add(rank)
-            self._changed.notify_all()
-
-    def values(self, index: int) -> list[int]:
-        """Return the newest integers of the worker, or zeros if it has sent none."""
-        return self._values.get(index, [0] * NUM_VALUES)
-
-    def crash(self, index: int) -> str:
-        """Return the stacks of a worker that crashed, or ""."""
-        return self._crashes.get(index, "")
-
-    def add(self, rank: int, answer: Mapping[str, Any]) -> None:
-        """Add an answer of a worker. Raises ValueError, TypeError or KeyError if no worker sends such an answer."""
-        with self._changed:
-            if "values" in answer:
-                self._values[rank] = _checked(answer["values"])
-            if answer.get("crash"):
-                self._crashes[rank] = str(answer["crash"])
-            if "stacks" in answer and answer["number"] == self._number:
-                process = ProcessStacks(**answer["stacks"])
-                if answer["loader"] is not None:
-                    self._loaders.setdefault(rank, []).append(LoaderProcess(int(answer["loader"]), process))
-                else:  # the last one of this worker
-                    self._processes[rank] = process
-                    self._changed.notify_all()
-
-    def inspect(self, pids: Mapping[int, int]) -> dict[int, WorkerStacks]:
-        """Ask the workers for their stacks, and return those of the workers in `pids` by rank.
-
-        Wait for the answers until the next attempt begins, at most `_ANSWER_S` seconds.
-        """
-        with self._changed:
-            self._number += 1
-            self._loaders, self._processes = {}, {}
-            attempt = self.attempt
-        self._ask(op="stacks", number=self._number)
-        with self._changed:
-            self._changed.wait_for(
-                lambda: attempt != self.attempt or self._processes.keys() | self._ended >= pids.keys(), _ANSWER_S
-            )
-            return {rank: WorkerStacks(self._of(rank, pid), self._loaders.get(rank, [])) for rank, pid in pids.items()}
-
-    def _of(self, rank: int, pid: int) -> ProcessStacks:
-        why = "it has ended" if rank in self._ended else "its Ray worker does not answer"
-        return self._processes.get(rank) or ProcessStacks(pid, "", why)
-
-
-def _checked(values: Any) -> list[int]:
-    """Return the values of a worker. Raises ValueError or TypeError if they cannot be such values."""
-    if not isinstance(values, list) or len(values) != NUM_VALUES or not all(map(_is_int64, values)):
-        raise ValueError("a worker reports integers of 64 bits")
-    progress_in(values)
-    return values
-
-
-def _is_int64(value: Any) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 63

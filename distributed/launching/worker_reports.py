@@ -1,0 +1,157 @@
+"""Reports of workers that reach their launcher over a connection: their progress, their stacks, and the stacks of a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from distributed.launching.heartbeat import NUM_VALUES, Reports, progress_in
+from distributed.launching.loader_stacks import LoaderProcess, WorkerStacks
+from distributed.launching.stacks import ProcessStacks
+
+_ANSWER_S = 30.0  # time for all workers to send their stacks, also if py-spy has to look at some processes from outside
+_LOOK_S = 0.25  # seconds between two looks whether the answers are still wanted
+MOST_CHARACTERS = 100_000  # of the stacks of one process, so that a line is shorter than `LINE_BYTES`
+
+
+class WorkerReports(Reports):
+    """Keep the reports of the workers of an attempt, by rank.
+
+    One thread calls `begin`, `add` and `end`, others read.
+
+    Args:
+        ask: called with a command that all workers receive.
+
+    Attributes:
+        attempt: the number of attempts that have begun.
+    """
+
+    def __init__(self, ask: Callable[..., None]) -> None:
+        self._ask = ask
+        self._changed = threading.Condition()
+        self._values: dict[int, list[int]] = {}
+        self._crashes: dict[int, str] = {}
+        self._number = 0  # of the newest request for stacks
+        self.attempt = 0
+        self._ended: set[int] = set()  # the workers of the attempt that have ended
+        self._loaders: dict[int, list[LoaderProcess]] = {}  # those of the newest request
+        self._processes: dict[int, ProcessStacks] = {}
+
+    def begin(self) -> None:
+        """Forget the workers of the attempt before."""
+        with self._changed:
+            self._values, self._crashes, self._ended = {}, {}, set()
+            self.attempt += 1
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def held(self, attempt: int) -> Iterator[bool]:
+        """Let no other attempt begin in the block. Yield whether none has begun after `attempt`."""
+        with self._changed:
+            yield attempt == self.attempt
+
+    def end(self, rank: int) -> None:
+        """Record that a worker has ended, and does not answer any more."""
+        with self._changed:
+            self._ended.add(rank)
+            self._changed.notify_all()
+
+    def values(self, index: int) -> list[int]:
+        """Return the newest integers of the worker, or zeros if it has sent none."""
+        return self._values.get(index, [0] * NUM_VALUES)
+
+    def crash(self, index: int) -> str:
+        """Return the stacks of a worker that crashed, or ""."""
+        return self._crashes.get(index, "")
+
+    def add(self, rank: int, answer: Mapping[str, Any]) -> None:
+        """Add an answer of a worker. Raises ValueError, TypeError or KeyError if no worker sends such an answer."""
+        with self._changed:
+            if "values" in answer:
+                self._values[rank] = checked_values(answer["values"])
+            if answer.get("crash"):
+                self._crashes[rank] = str(answer["crash"])
+            if "stacks" in answer and answer["number"] == self._number:
+                process = _stacks_in(answer["stacks"])
+                if answer["loader"] is not None:
+                    self._loaders.setdefault(rank, []).append(LoaderProcess(int(answer["loader"]), process))
+                else:  # the last one of this worker
+                    self._processes[rank] = process
+                    self._changed.notify_all()
+
+    def inspect(self, pids: Mapping[int, int]) -> dict[int, WorkerStacks]:
+        """Ask the workers for their stacks, and return those of the workers in `pids` by rank, empty ones if a worker does not answer.
+
+        Wait for the answers until the next attempt begins, at most `_ANSWER_S` seconds.
+        """
+        found = self.answers(pids)
+        return {rank: found.get(rank) or self._silent(rank, pid) for rank, pid in pids.items()}
+
+    def answers(self, pids: Mapping[int, int], is_over: Callable[[], bool] = lambda: False) -> dict[int, WorkerStacks]:
+        """Ask the workers for their stacks, and return those of the workers in `pids` that answer, by rank.
+
+        Wait for the answers until the next attempt begins or `is_over` returns true, at most `_ANSWER_S` seconds.
+        """
+        with self._changed:
+            self._number += 1
+            self._loaders, self._processes = {}, {}
+            attempt = self.attempt
+        self._ask(op="stacks", number=self._number)
+        deadline = time.monotonic() + _ANSWER_S
+        with self._changed:
+            while attempt == self.attempt and not self._processes.keys() | self._ended >= pids.keys() and not is_over():
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(min(left, _LOOK_S))
+            return {
+                rank: WorkerStacks(self._processes[rank], self._loaders.get(rank, []))
+                for rank in pids
+                if rank in self._processes
+            }
+
+    def _silent(self, rank: int, pid: int) -> WorkerStacks:
+        why = "it has ended" if rank in self._ended else "its Ray worker does not answer"
+        return WorkerStacks(ProcessStacks(pid, "", why), self._loaders.get(rank, []))
+
+
+def checked_values(values: Any) -> list[int]:
+    """Return the values of a worker. Raises ValueError or TypeError if they cannot be such values."""
+    if not isinstance(values, list) or len(values) != NUM_VALUES or not all(map(_is_int64, values)):
+        raise ValueError("a worker reports integers of 64 bits")
+    progress_in(values)
+    return values
+
+
+def _stacks_in(fields: Any) -> ProcessStacks:
+    """Return the stacks in the `fields` of an answer. Raises TypeError if they have another form."""
+    process = ProcessStacks(**fields)
+    texts = (process.stacks, process.why_silent, process.from_outside)
+    if not isinstance(process.pid, int) or not all(isinstance(text, str) for text in texts):
+        raise TypeError("a worker sends its process id and texts")
+    return process
+
+
+def _is_int64(value: Any) -> bool:
+    return type(value) is int and -(1 << 63) <= value < 1 << 63
+
+
+def answers_of(worker: WorkerStacks, most: int = MOST_CHARACTERS) -> Iterator[dict[str, Any]]:
+    """Yield the messages for `WorkerReports.add` that have the stacks of a worker. Each process has at most `most` characters."""
+    for number, process in worker.loaders:
+        yield {"stacks": _fields_of(process, most), "loader": number}
+    yield {"stacks": _fields_of(worker.process, most), "loader": None}
+
+
+def _fields_of(process: ProcessStacks, most: int) -> dict[str, Any]:
+    cut = {"stacks": end_of(process.stacks, most), "from_outside": process.from_outside[:most]}
+    return {**dataclasses.asdict(process), **cut}
+
+
+def end_of(stacks: str, most: int = MOST_CHARACTERS) -> str:
+    """Return the end of long stacks: faulthandler writes the main thread last."""
+    return stacks[-most:]

@@ -1,0 +1,169 @@
+"""What the launchers of several nodes tell each other about their workers, without sockets."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from distributed.launching import node_reports
+from distributed.launching.causes import Failure
+from distributed.launching.heartbeat import NUM_VALUES, Board, Heartbeat, Phase
+from distributed.launching.node_link import Round
+from distributed.launching.node_reports import NodeReports
+
+LINE = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3, in stands\n'
+
+
+class Nodes:
+    """Two nodes with two workers each. What one sends reaches the others at once, as long as it is connected."""
+
+    def __init__(self) -> None:
+        self.boards = [Board(2), Board(2)]
+        self.cut: set[int] = set()  # the nodes that are not connected
+        self.all = [self.made(node) for node in (0, 1)]
+        self.begin(1)
+
+    def made(self, node: int) -> NodeReports:
+        def send(op: str, **message: Any) -> None:
+            message = {"op": op, **message}
+            if node in self.cut:
+                return
+            if op in ("progress", "answer"):
+                self.all[0].add(node, message)
+            elif node == 0:
+                for each in self.all:
+                    each.obey(message)
+
+        def ask() -> None:
+            for index, fd in self.boards[node].stacks.items():
+                os.write(fd, LINE.replace("stands", f"stands_{node}_{index}").encode())
+
+        return NodeReports(self.boards[node], ask, send)
+
+    def begin(self, number: int) -> None:
+        for node, each in enumerate(self.all):
+            each.begin(Round(number, [0, 1], [], None), {0: 2 * node, 1: 2 * node + 1}, 4)
+
+    def report(self, now: float = 0.0) -> None:
+        for node, each in enumerate(self.all):
+            each._next_report = now
+            assert each.report({0: 2 * node, 1: 2 * node + 1}) and not each.report({})  # only twice a second
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    made = Nodes()
+    yield made
+    for board in made.boards:
+        board.close()
+
+
+def test_node_0_knows_the_progress_of_all_workers_by_their_ranks(nodes: Nodes) -> None:
+    heartbeat = Heartbeat()
+    heartbeat.attach(nodes.boards[1]._slot(1))
+    with heartbeat.fit():
+        heartbeat.begin(0, compiles=False, timeout_s=1.0)
+        heartbeat.mark(Phase.CALLBACKS, 7)
+        assert nodes.all[0].watched == frozenset()
+        nodes.report()
+        assert nodes.all[0].watched == {0, 1, 2, 3} and nodes.all[1].watched == frozenset()
+        at = nodes.all[0].workers.progress(3)
+    assert (at.step, at.phase, at.pid) == (7, Phase.CALLBACKS, os.getpid())
+    assert nodes.all[0].workers.progress(2).step == 0
+
+
+def test_nobody_is_watched_while_a_node_is_silent_or_stops_its_workers(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.report()
+    assert len(nodes.all[0].watched) == 4
+    nodes.all[1]._next_report = 0.0
+    nodes.all[1].report({})  # the workers of node 1 are being stopped, or have ended
+    assert not nodes.all[0].watched
+    nodes.report()
+    clock = node_reports.time.monotonic() + 10
+    monkeypatch.setattr(node_reports.time, "monotonic", lambda: clock)
+    assert not nodes.all[0].watched
+    nodes.cut = {1}
+    nodes.report()
+    assert not nodes.all[0].watched
+    nodes.cut = set()
+    nodes.report()
+    assert len(nodes.all[0].watched) == 4
+    nodes.begin(2)
+    assert not nodes.all[0].watched
+
+
+def test_node_0_gets_the_stacks_of_all_workers(nodes: Nodes) -> None:
+    found = nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False)
+    assert [found[rank].process.stacks.split()[-1] for rank in range(4)] == [
+        "stands_0_0", "stands_0_1", "stands_1_0", "stands_1_1",
+    ]  # fmt: skip
+
+
+def test_stacks_are_not_known_if_a_node_does_not_answer_or_its_answer_is_not_wanted_any_more(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.cut = {1}
+    assert nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: True) == {}
+    monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 1.0)
+    assert nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False) == {}
+    begins = threading.Timer(0.1, nodes.begin, [2])
+    monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 600.0)
+    begins.start()
+    assert nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False) == {}
+    begins.join()
+
+
+def test_the_stacks_of_a_node_are_shortened_to_what_its_connection_keeps(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_reports, "_MOST_IN_ALL", 40)
+    found = nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False)
+    assert [len(found[rank].process.stacks) for rank in range(4)] == [20] * 4
+
+
+def test_the_node_of_a_worker_that_hangs_learns_what_node_0_found(nodes: Nodes) -> None:
+    hang = Failure(
+        2, "hang", 5.0, message="rank 2 hangs", reached=(1, 8), phase="training", location="train.py, line 3"
+    )
+    nodes.all[0].blame(hang)
+    assert nodes.all[0].take_hang() is None
+    assert nodes.all[1].take_hang() == hang and nodes.all[1].take_hang() is None
+    nodes.all[0].blame(hang)
+    nodes.all[1].begin(Round(2, [0, 1], [], None), {0: 2, 1: 3}, 4)
+    assert nodes.all[1].take_hang() is None  # it was of the attempt before
+    nodes.all[0].blame(hang)
+    assert nodes.all[1].take_hang() is None
+
+
+ZEROS = [0] * NUM_VALUES
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "progress", "round": 1, "workers": {"4": ZEROS}}, {"op": "progress", "round": 1, "workers": {"-1": ZEROS}},
+        {"op": "progress", "round": 1, "workers": {"x": ZEROS}}, {"op": "progress", "round": 1, "workers": {"1": [1.5] * NUM_VALUES}},
+        {"op": "progress", "round": 1, "workers": [1]}, {"op": "progress", "round": 1}, {"op": "progress"},
+        {"op": "answer", "round": 1, "rank": 9, "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
+        {"op": "answer", "round": 1, "rank": "1", "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
+        {"op": "answer", "round": 1, "rank": 1, "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": 7}},
+    ],
+)  # fmt: skip
+def test_what_no_launcher_sends_is_refused(nodes: Nodes, message: dict[str, Any]) -> None:
+    with pytest.raises((ValueError, TypeError, KeyError, AttributeError)):
+        nodes.all[0].add(1, message)
+    nodes.report()
+    assert nodes.all[0].watched == {0, 1, 2, 3}
+
+
+def test_reports_of_another_round_or_another_node_do_not_count(nodes: Nodes) -> None:
+    values = [3, *ZEROS[1:]]
+    nodes.all[0].add(1, {"op": "progress", "round": 2, "workers": {"2": values}})
+    nodes.all[0].add(7, {"op": "progress", "round": 1, "workers": {"2": values}})
+    assert nodes.all[0].workers.progress(2).beats == 0 and not nodes.all[0].watched
