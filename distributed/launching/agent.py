@@ -153,7 +153,7 @@ class ForkAgent(SimpleElasticAgent):
         self.verdicts.begin(ranks, attempt, dict.fromkeys(ranks, self._node_name()), is_regroup=self._is_regroup)
         self._board.clear()
         self._rank_of = ranks
-        self._progress.begin(ranks, self._world_size)
+        self._progress.begin(ranks)
         for worker in worker_group.workers:
             self._start_worker(worker, worker_group, attempt)
         return {worker.local_rank: worker.local_rank for worker in worker_group.workers}
@@ -261,7 +261,8 @@ class ForkAgent(SimpleElasticAgent):
             self._rendezvous_of_nodes.finish(how, self.verdicts.exit_code(), waits=False)
         elif not self.verdicts.is_done and self.verdicts.cause is not None:
             text, node = in_words(self.verdicts.cause), self._node_name()
-            cause = text if node in text else f"{text} on {node}"
+            has_node = node in text or self.verdicts.cause.kind == "hang"
+            cause = text if has_node else f"{text} on {node}"
             self._rendezvous_of_nodes.fail(cause, self.verdicts.exit_code())
 
     def _node_name(self) -> str:
@@ -281,7 +282,7 @@ class ForkAgent(SimpleElasticAgent):
         rendezvous, shared = self._rendezvous_of_nodes, self.verdicts.shared
         with self._warned("could not be copied for node 0"):
             send_logs(self._run, shared, rendezvous.get_run_id(), self._request.node_rank)
-        rendezvous.finish("has finished", 1, waits=True, is_trained=self.verdicts.trains)
+        rendezvous.finish("has finished", 1, waits=True, is_trained=self.verdicts.trains, meanwhile=self._progress.look)
         if self._request.node_rank == 0:
             with self._warned("of the other nodes could not be copied"):
                 fetch_logs(self._run, shared, rendezvous.get_run_id())

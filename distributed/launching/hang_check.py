@@ -29,15 +29,16 @@ class HangCheck:
         inspect: returns the stacks of workers by rank when called with their process ids, or {} if they are not known at the moment.
         node_of: returns the name of the node of a rank, or "" if there is only one node.
         place: what follows the name of the directory with the stacks in messages, if it is not on each node.
+        sees_all: whether the reports have the workers of all nodes.
     """
 
     def __init__(
         self, request: LaunchRequest, run: RunDirectory, reports: Reports,
         inspect: Callable[[Mapping[int, int]], Mapping[int, WorkerStacks]], node_of: Callable[[int], str],
-        place: str = "",
+        place: str = "", *, sees_all: bool = True,
     ) -> None:  # fmt: skip
         self._request, self._run, self._reports = request, run, reports
-        self._inspect, self._node_of, self._place = inspect, node_of, place
+        self._inspect, self._node_of, self._place, self._sees_all = inspect, node_of, place, sees_all
         self.begin()
 
     def begin(self) -> None:
@@ -45,18 +46,20 @@ class HangCheck:
         self._watch = HangWatch(self._request.hang_timeout or 0.0, self._request.hang_timeout_slow)
         self._looked = time.monotonic()
 
+    def follow(self, ranks: Collection[int]) -> Suspects | None:
+        """Look at the progress of the workers `ranks`, and return those that stand still for too long, or None."""
+        now = time.monotonic()
+        # This process may have been stopped together with the workers, and did not watch them in that time.
+        seconds = min(now - self._looked, 2 * self._request.monitor_interval + 1.0)
+        self._looked = now
+        return self._watch.look({rank: self._reports.progress(rank) for rank in sorted(ranks)}, seconds)
+
     def find(self, ranks: Collection[int]) -> Failure | None:
         """Return the failure of a worker that hangs, or None. `ranks` are those of the workers to check.
 
         The same hang is found again after as many seconds.
         """
-        if not self._request.hang_timeout:
-            return None
-        now = time.monotonic()
-        # This process may have been stopped together with the workers, and did not watch them in that time.
-        seconds = min(now - self._looked, 2 * self._request.monitor_interval + 1.0)
-        self._looked = now
-        suspects = self._watch.look({rank: self._reports.progress(rank) for rank in ranks}, seconds)
+        suspects = self.follow(ranks) if self._request.hang_timeout else None
         if suspects is None:
             return None
         limit, slow = f"hang_timeout={self._request.hang_timeout:g}", self._request.hang_timeout_slow
@@ -74,7 +77,8 @@ class HangCheck:
             return None
         limit = f"timeout_s={suspects.progress.timeout_s or limit_s:g}"
         found = self._judge(suspects, ranks, limit)
-        if found is None and len(suspects.ranks) == 1:  # its node may already have ended it
+        # The node of a worker may already have ended it, so that its stacks are not known.
+        if found is None and len(suspects.ranks) == 1 and self._sees_all and self._stand(suspects):
             rank = suspects.ranks[0]
             found = _failure(
                 rank, f"rank {rank}{self._on_node(rank)} hangs {_where(suspects, limit)}", suspects.progress
@@ -84,17 +88,18 @@ class HangCheck:
     def _judge(self, suspects: Suspects, ranks: Collection[int], limit: str) -> Failure | None:
         """Ask for the stacks, keep them, and name the worker that hangs, or the first of several that stand still.
 
-        `limit` is the setting that they have exceeded. Return None if the stacks are not known.
+        `limit` is the setting that they have exceeded. Return None if the stacks are not known, if the workers went on meanwhile, or if
+        they may wait for workers that this launcher does not see.
         """
-        all_progress = {rank: self._reports.progress(rank) for rank in ranks}
+        all_progress = {rank: self._reports.progress(rank) for rank in sorted(ranks)}
         workers = self._inspect({rank: progress.pid for rank, progress in all_progress.items()})
-        if not workers:
+        if not workers or not self._stand(suspects):
             return None
         kept = f"{STACKS}{self._keep(workers, all_progress)}{self._place}"
         silent = [rank for rank, worker in workers.items() if not worker.process.stacks]
         waiting = [rank for rank, worker in workers.items() if waits_in(worker.process.stacks)]
         where = _where(suspects, limit)
-        found = culprit(suspects, silent, waiting)
+        found = culprit(suspects, silent, waiting, sees_all=self._sees_all)
         if found is not None:
             process, loader = workers[found].process, awaited(workers[found])
             script, why = line_in_script(process.stacks), process.why
@@ -103,10 +108,16 @@ class HangCheck:
                 why = f", its loader process {loader.number} stands still{loader.process.why}"
             text = f"rank {found}{self._on_node(found)} hangs {where}{why}{kept}"
             return _failure(found, text, suspects.progress, script)
+        if not self._sees_all:
+            return None
         names = ", ".join(map(str, suspects.ranks))
         text = f"ranks {names} stand still {where}, and none of them could be singled out as the cause{kept}"
         places = _places({rank: workers[rank] for rank in suspects.ranks[:_MOST_LOCATIONS]})
         return _failure(suspects.ranks[0], text, suspects.progress, places)
+
+    def _stand(self, suspects: Suspects) -> bool:
+        """Return whether the workers have made no progress since they were found."""
+        return all(self._reports.progress(rank).beats == suspects.progress.beats for rank in suspects.ranks)
 
     def _on_node(self, rank: int) -> str:
         return f" on {node}" if (node := self._node_of(rank)) else ""

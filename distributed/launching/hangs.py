@@ -113,15 +113,16 @@ class HangWatch:
         return max(self._slow_s if progress.is_slow else self._timeout_s, _STEPS * usual_s)
 
 
-def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int]) -> int | None:
+def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *, sees_all: bool = True) -> int | None:
     """Return the rank of the worker that the others wait for, or None if that cannot be decided.
 
     Args:
         suspects: the workers with the least progress.
         silent: the ranks of workers that did not answer the request for their stack, because they are stopped or wait for a device.
         waiting: the ranks of workers whose stack says that they wait for others.
+        sees_all: whether there are no workers besides those that the launcher watches, for which the suspects could wait.
     """
-    if len(suspects.ranks) == 1:
+    if len(suspects.ranks) == 1 and sees_all:
         return suspects.ranks[0]
     if found := [rank for rank in suspects.ranks if rank in silent]:
         return found[0]

@@ -27,6 +27,7 @@ _MOST_SILENCES = 3  # attempts without an answer after which a listener on this 
 _NO_NODE_0 = "the nodes do not have the same DISTRIBUTED_TOKEN (set the same one on all nodes), or another program listens at that port"
 _LEAVING_S = 3.0  # seconds to send what is left at the end
 _FLUSH_S = 0.01
+_LOOK_S = 0.1  # seconds between two calls of `meanwhile`
 _COUNT_DOWN_S = 30.0  # seconds between two lines with the time that is left for a lost node to come back
 
 
@@ -196,9 +197,15 @@ class NodeLink:
         """Why the run has ended on another node, or None."""
         return self._end
 
-    def send(self, op: str, **message: Any) -> None:
-        """Send a message of `NodeReports`. It may be lost if the connection breaks."""
+    def send(self, op: str, patience_s: float = 0.0, **message: Any) -> None:
+        """Send a message of `NodeReports`. It is lost if the connection breaks, or if the other end reads too slowly.
+
+        Wait at most `patience_s` until what has not been sent yet is no more than one message.
+        """
         with self._changed:
+            self._changed.wait_for(
+                lambda: self._connection is None or self._connection.num_unsent < LINE_BYTES, patience_s
+            )
             self._send({"op": op, **message})
 
     def fail(self, cause: str, code: int) -> None:
@@ -216,7 +223,15 @@ class NodeLink:
             self._pending = {"op": "leaving", "how": how, "is_regroup": is_regroup}
             self._send(self._pending)
 
-    def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
+    def finish(
+        self,
+        how: str,
+        code: int,
+        *,
+        waits: bool,
+        is_trained: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Tell the other nodes how the workers of this node ended, and that they are not started again.
 
         Args:
@@ -224,12 +239,18 @@ class NodeLink:
             code: the exit code of the other nodes, if they need the workers of this node once more.
             waits: whether to wait until the workers of all nodes have ended, or the run has.
             is_trained: whether the workers have trained to the end. The run then no longer needs the workers of a lost node.
+            meanwhile: called again and again while this waits.
         """
         with self._changed:
             self._pending = {"op": "done", "how": how, "code": code, "is_trained": is_trained}
             self._send(self._pending)
-            if waits:
-                self._changed.wait_for(lambda: self._is_all_done or self._end is not None)
+        while waits and not self._is_over():
+            meanwhile()
+            with self._changed:
+                self._changed.wait_for(self._is_over, _LOOK_S)
+
+    def _is_over(self) -> bool:
+        return self._is_all_done or self._end is not None
 
     def close(self) -> None:
         """Disconnect from the server. No other method may be called afterwards."""
@@ -335,6 +356,7 @@ class NodeLink:
             has_message = connection.wait(BEAT_S / 4)
             with self._changed:
                 connection.flush()
+                self._changed.notify_all()
             with contextlib.suppress(BlockingIOError):  # nothing arrived after all
                 for message in connection.receive() if has_message else ():
                     heard = time.monotonic()
@@ -390,11 +412,13 @@ class NodeLink:
 
     def _flush(self, seconds: float) -> None:
         """Send what is left of the messages, for at most `seconds`. Needs the lock."""
-        deadline = time.monotonic() + seconds
+        connection, deadline = self._connection, time.monotonic() + seconds
         with contextlib.suppress(OSError):
-            while self._connection is not None and self._connection.has_unsent and time.monotonic() < deadline:
-                self._changed.wait(_FLUSH_S)  # the thread may read meanwhile
-                self._connection.flush()
+            while connection is not None and connection.num_unsent and time.monotonic() < deadline:
+                self._changed.wait(_FLUSH_S)  # the thread may read meanwhile, or find that the connection is broken
+                if connection is not self._connection:
+                    return
+                connection.flush()
 
 
 def _first_line(connection: socket.socket) -> bytes:

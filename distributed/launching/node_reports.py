@@ -7,6 +7,7 @@ so it alone decides which of them hangs, and tells the launcher that has started
 from __future__ import annotations
 
 import dataclasses
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,65 +17,80 @@ from distributed.launching.causes import Failure
 from distributed.launching.heartbeat import Board
 from distributed.launching.loader_stacks import WorkerStacks, stacks_of_workers
 from distributed.launching.node_link import Round
-from distributed.launching.worker_reports import MOST_CHARACTERS, WorkerReports, answers_of, checked_values
+from distributed.launching.worker_reports import WorkerReports, answers_of, checked_values
 
 REPORT_S = 0.5  # seconds between two reports of a node
-_FRESH_S = 2.0  # seconds after which a report is too old to tell whether a worker stands still
-_MOST_IN_ALL = (
-    2_000_000  # characters of the stacks of a node, so that they fit into what a connection keeps for a slow network
+_FRESH_S = (
+    2.0  # seconds after which a report is too old to tell whether a worker stands still, if the launcher looks often
 )
-_HANG = ("rank", "time", "message", "reached", "phase", "location")  # the fields of a Failure that are sent
+_PATIENCE_S = 10.0  # seconds for which an answer waits until earlier ones have been sent
+_HANG = ("rank", "message", "reached", "phase", "location")  # the fields of a Failure that are sent
 
 
 class Send(Protocol):
-    """Sends a message to the launcher of node 0, or from it to those of all nodes that take part, node 0 included."""
+    """Sends a message to the launcher of node 0, or from it to those of all nodes that take part, node 0 included.
 
-    def __call__(self, op: str, **message: Any) -> None: ...
+    Waits at most `patience_s` if there is much that has not been sent yet.
+    """
+
+    def __call__(self, op: str, patience_s: float = 0.0, **message: Any) -> None: ...
 
 
 class NodeReports:
     """Send reports of the workers of this node, and keep on node 0 those of the workers of all nodes.
 
     Args:
+        node: the number of this node.
+        monitor_interval: seconds between two looks of a launcher.
         board: the progress and the stacks of the workers of this node.
         ask: makes these workers write their stacks.
         send: see `Send`.
 
     Attributes:
-        workers: on node 0, the reports of the workers of all nodes, by rank.
+        workers: the reports of the workers by rank: on node 0 those of all nodes, on another node those of its own.
     """
 
-    def __init__(self, board: Board, ask: Callable[[], None], send: Send) -> None:
+    def __init__(self, node: int, monitor_interval: float, board: Board, ask: Callable[[], None], send: Send) -> None:
+        self._node, self._fresh_s = node, _FRESH_S + monitor_interval
         self._board, self._ask, self._send = board, ask, send
-        self.workers = WorkerReports(send)
+        self.workers = WorkerReports(send, "launcher")
         self._lock = threading.Lock()
         self._number = 0  # of the round
         self._nodes: list[int] = []  # the nodes of the round
         self._ranks: Mapping[int, int] = {}  # local rank -> rank, on this node
-        self._world_size = 0
         self._next_report = 0.0
         self._heard: dict[
             int, tuple[float, frozenset[int]]
         ] = {}  # node -> (time of its newest report, the ranks in it)
         self._hang: Failure | None = None
+        self._asked = 0  # the newest request for stacks
+        self._is_answering = False
 
-    def begin(self, begun: Round, ranks: Mapping[int, int], world_size: int) -> None:
-        """Begin an attempt. `ranks` maps the local rank of each worker of this node to its rank."""
+    def begin(self, begun: Round, ranks: Mapping[int, int]) -> None:
+        """Begin an attempt. `ranks` maps the local rank of each worker of this node to its rank. Each node has as many workers."""
         with self._lock:
-            self._number, self._nodes, self._ranks, self._world_size = begun.number, begun.ranks, ranks, world_size
+            self._number, self._nodes, self._ranks = begun.number, begun.ranks, ranks
             self._heard, self._hang = {}, None
             self.workers.begin()
 
     # what each node does
 
-    def report(self, watched: Mapping[int, int]) -> bool:
-        """Report the workers that are at work, if it is time, and return whether it was. `watched` maps their local ranks to their ranks."""
+    def report(self, watched: Mapping[int, int], *, is_done: bool) -> bool:
+        """Report the workers that are at work, if it is time, and return whether it was.
+
+        Args:
+            watched: the local ranks of these workers, and their ranks.
+            is_done: whether all workers of this node have ended without a failure.
+        """
         now = time.monotonic()
         if now < self._next_report:
             return False
         self._next_report = now + REPORT_S
         values = {str(rank): self._board.values(index) for index, rank in watched.items()}
-        self._send("progress", round=self._number, workers=values)
+        message: dict[str, Any] = {"round": self._number, "workers": values, "done": is_done}
+        self.add(self._node, {"op": "progress", **message})
+        if self._node:
+            self._send("progress", **message)
         return True
 
     def take_hang(self) -> Failure | None:
@@ -85,24 +101,37 @@ class NodeReports:
 
     def obey(self, message: Mapping[str, Any]) -> None:
         """Handle a message of node 0. Returns at once. May be called from any thread."""
-        if message["op"] == "stacks":
-            threading.Thread(target=self._answer, args=(message["number"],), name="stacks", daemon=True).start()
-            return
         with self._lock:
-            if message["round"] == self._number and message["rank"] in self._ranks.values():
-                fields = {name: message[name] for name in _HANG}
-                self._hang = Failure(**{**fields, "kind": "hang", "reached": tuple(message["reached"])})
+            if message["op"] == "stacks":
+                self._asked = message["number"]
+                if not self._is_answering:
+                    self._is_answering = True
+                    threading.Thread(target=self._answer, name="stacks for node 0", daemon=True).start()
+            elif message["round"] == self._number and message["rank"] in self._ranks.values():
+                fields = {name: message[name] for name in _HANG} | {"reached": tuple(message["reached"])}
+                self._hang = Failure(kind="hang", time=time.time(), **fields)
 
-    def _answer(self, number: int) -> None:
-        with self._lock:
-            begun, ranks = self._number, self._ranks
+    def _answer(self) -> None:
+        """Send the stacks of the workers of this node. Repeat this if node 0 has asked again meanwhile."""
+        try:
+            while True:
+                with self._lock:
+                    number, begun, ranks = self._asked, self._number, self._ranks
+                for rank, worker in self.own_stacks(ranks).items():
+                    for answer in answers_of(worker):
+                        self._send("answer", _PATIENCE_S, round=begun, rank=rank, number=number, **answer)
+                with self._lock:
+                    if self._asked == number:
+                        return
+        finally:
+            with self._lock:
+                self._is_answering = False
+
+    def own_stacks(self, ranks: Mapping[int, int]) -> dict[int, WorkerStacks]:
+        """Return the stacks of workers of this node by rank. `ranks` maps their local ranks to their ranks."""
         pids = {index: self._board.progress(index).pid for index in ranks}
         found = stacks_of_workers(self._board.stacks, pids, self._ask)
-        num = sum(1 + len(worker.loaders) for worker in found.values())
-        most = min(MOST_CHARACTERS, _MOST_IN_ALL // max(1, num))
-        for index, worker in found.items():
-            for answer in answers_of(worker, most):
-                self._send("answer", round=begun, rank=ranks[index], number=number, **answer)
+        return {ranks[index]: worker for index, worker in found.items()}
 
     # what node 0 does
 
@@ -115,36 +144,53 @@ class NodeReports:
             if message["round"] != self._number or node not in self._nodes:
                 return
             if message["op"] == "answer":
-                self.workers.add(self._checked(message["rank"]), message)
+                answer = {name: message[name] for name in ("stacks", "number", "loader")}
+                self.workers.add(self._checked(message["rank"], node), answer)
                 return
-            workers = {self._checked(int(rank)): checked_values(each) for rank, each in message["workers"].items()}
+            workers = {
+                self._checked(int(rank), node): checked_values(each) for rank, each in message["workers"].items()
+            }
             for rank, values in workers.items():
                 self.workers.add(rank, {"values": values})
-            self._heard[node] = (time.monotonic(), frozenset(workers))
+            self._heard[node] = (math.inf if message["done"] else time.monotonic(), frozenset(workers))
 
-    def _checked(self, rank: Any) -> int:
+    def _checked(self, rank: Any, node: int) -> int:
         # without a secret anyone can send a report of any rank
-        if not isinstance(rank, int) or not 0 <= rank < self._world_size:
-            raise ValueError("the rank is not one of this attempt")
+        begin = self._nodes.index(node) * len(self._ranks)
+        if not isinstance(rank, int) or not begin <= rank < begin + len(self._ranks):
+            raise ValueError(f"the rank is not one of node {node}")
         return rank
 
     @property
     def watched(self) -> frozenset[int]:
         """The ranks at work on all nodes, or no rank if those of a node are not known at the moment, or being stopped."""
-        now = time.monotonic()
         with self._lock:
-            heard = self._heard
-            if len(heard) < len(self._nodes) or any(now - at > _FRESH_S or not ranks for at, ranks in heard.values()):
+            if not all(self._is_known(node) for node in self._nodes):
                 return frozenset()
-            return frozenset().union(*(ranks for _, ranks in heard.values()))
+        return self.last_watched
+
+    def _is_known(self, node: int) -> bool:
+        """Return whether the ranks at work on a node are known. Needs the lock."""
+        at, ranks = self._heard.get(node, (-math.inf, frozenset()))
+        if at == math.inf:  # all of them have ended
+            return True
+        # This node itself does not report while it waits for stacks.
+        return bool(ranks) and (node == self._node or time.monotonic() - at <= self._fresh_s)
+
+    @property
+    def last_watched(self) -> frozenset[int]:
+        """The ranks that were at work according to the newest report of each node, however old it is."""
+        with self._lock:
+            return frozenset().union(*(ranks for _, ranks in self._heard.values()))
 
     def inspect(self, pids: Mapping[int, int], is_over: Callable[[], bool]) -> dict[int, WorkerStacks]:
-        """Ask all nodes for the stacks of their workers, and return those of the workers in `pids`, by rank.
+        """Ask all nodes for the stacks of their workers, and return those of the workers in `pids` by rank.
 
-        Returns {} if a node does not answer in time, or if `is_over` returns true before.
+        They are empty for the workers of a launcher that does not answer, although it still sends reports. Returns {} if a launcher does
+        neither, or if `is_over` returns true before all have answered.
         """
-        found = self.workers.answers(pids, is_over)
-        return found if found.keys() >= pids.keys() else {}
+        found = self.workers.inspect(pids, is_over)
+        return {} if is_over() or not pids.keys() <= self.watched else found
 
     def blame(self, hang: Failure) -> None:
         """Let the node of a worker know that it hangs."""

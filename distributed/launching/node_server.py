@@ -97,7 +97,7 @@ class NodeServer:
 
     def _serve(self) -> None:
         while not self._is_closed.is_set():
-            unsent = [each for member in self._members.values() if (each := member.connection) and each.has_unsent]
+            unsent = [each for member in self._members.values() if (each := member.connection) and each.num_unsent]
             for connection in unsent:
                 with contextlib.suppress(OSError):  # reading fails too
                     connection.flush()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from distributed.launching.causes import Failure
 from distributed.launching.hang_check import HangCheck
@@ -16,7 +17,6 @@ from distributed.launching.slow_check import SlowCheck
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
-from distributed.runs.failures import ON_NODE_0
 
 
 class ProgressCheck:
@@ -39,60 +39,77 @@ class ProgressCheck:
     ) -> None:  # fmt: skip
         self._board, self._verdicts, self._rendezvous, self._ask = board, verdicts, rendezvous, ask
         self._ranks: Mapping[int, int] = {}  # local rank -> rank, in this attempt
-        self._nodes = NodeReports(board, ask, rendezvous.send) if request.num_nodes > 1 else None
-        reports: Reports = board  # with one node, a rank is a local rank
-        if self._nodes is not None:
-            reports = self._nodes.workers
+        self._sees_all, reports, place = request.node_rank == 0, cast(Reports, board), ""
+        self._nodes: NodeReports | None = None
+        if request.num_nodes > 1:  # with one node, a rank is a local rank
+            self._nodes = NodeReports(request.node_rank, request.monitor_interval, board, ask, rendezvous.send)
+            reports, place = self._nodes.workers, f" on node {request.node_rank}"
             rendezvous.exchange(self._nodes)
-        place = ON_NODE_0 * (self._nodes is not None)
-        self._hangs = HangCheck(request, run, reports, self._inspect, lambda rank: node_of(rank)[0], place)
+        self._hangs = HangCheck(
+            request, run, reports, self._inspect, lambda rank: node_of(rank)[0], place, sees_all=self._sees_all
+        )
         self._slow = SlowCheck(run, display, reports, node_of)
 
-    def begin(self, ranks: Mapping[int, int], world_size: int) -> None:
+    def begin(self, ranks: Mapping[int, int]) -> None:
         """Begin an attempt. `ranks` maps the local rank of each worker of this node to its rank."""
         self._ranks = ranks
         if self._nodes is not None:
-            self._nodes.begin(self._rendezvous.round, ranks, world_size)
+            self._nodes.begin(self._rendezvous.round, ranks)
         self._hangs.begin()
         self._slow.begin()
 
     def look(self) -> None:
         """Blame a worker that hangs, so that the workers are started again, and name one that is slow."""
         if self._nodes is None:
-            self._blame(self._hangs.find(self._watched()))
-            self._slow.look(self._watched())
+            self._blame(self._hangs.find(self._own))
+            self._slow.look(self._own)
             return
         self._blame(self._nodes.take_hang())
-        if not self._nodes.report(self._verdicts.watched) or not (ranks := self._watched()):
+        if not self._nodes.report(self._verdicts.watched, is_done=self._verdicts.is_done):
             return
-        if (hang := self._hangs.find(ranks)) is not None:
-            self._nodes.blame(hang)
-        self._slow.look(ranks)
+        if not self._sees_all:
+            self._hangs.follow(self._own)
+        elif ranks := self._nodes.watched - self._failed:
+            if (hang := self._hangs.find(ranks)) is not None:
+                self._nodes.blame(hang)
+            self._slow.look(ranks)
 
     def find_late(self) -> Failure | None:
-        """Return the failure of a worker for which those that have failed have waited longer than `timeout_s`, or None."""
-        found = self._hangs.find_late(self._watched())
+        """Return the failure of a worker for which those that have failed have waited longer than `timeout_s`, or None.
+
+        Node 0 looks at the workers of all nodes, another node at its own.
+        """
+        is_of_all = self._nodes is not None and self._sees_all
+        ranks = self._nodes.last_watched - self._failed if is_of_all and self._nodes is not None else self._own
+        found = self._hangs.find_late(ranks)
         if found is None or found.rank in self._ranks.values():
             return found
         node = self._rendezvous.round.ranks[found.rank // len(self._ranks)]  # each node has as many workers
         return dataclasses.replace(found, node_rank=node)
 
     def _blame(self, hang: Failure | None) -> None:
-        if hang is not None:
+        if hang is not None and hang.rank in self._own:
             self._verdicts.blame(hang)
 
-    def _watched(self) -> frozenset[int]:
-        """Return the ranks of the workers that are at work: on node 0 those of all nodes, on another node none."""
-        own = frozenset(self._verdicts.watched.values())
-        if self._nodes is None:
-            return own
-        return self._nodes.watched - (frozenset(self._ranks.values()) - own)
+    @property
+    def _own(self) -> frozenset[int]:
+        """The ranks of the workers of this node that are at work."""
+        return frozenset(self._verdicts.watched.values())
+
+    @property
+    def _failed(self) -> frozenset[int]:
+        """The ranks of the workers of this node that are not at work any more."""
+        return frozenset(self._ranks.values()) - self._own
 
     def _inspect(self, pids: Mapping[int, int]) -> dict[int, WorkerStacks]:
         """Return the stacks of workers by rank, see `HangCheck`."""
         if self._nodes is None:
             return stacks_of_workers(self._board.stacks, pids, self._ask)
-        others, verdicts = self._rendezvous, self._verdicts
-        return self._nodes.inspect(
-            pids, lambda: bool(verdicts.stop_signal or others.ended or others.num_nodes_waiting() or others.is_regroup)
-        )
+        if not self._sees_all:
+            return self._nodes.own_stacks({index: rank for index, rank in self._ranks.items() if rank in pids})
+        others, own = self._rendezvous, self._own
+
+        def is_over() -> bool:
+            return bool(others.ended or others.num_nodes_waiting() or others.is_regroup or self._own != own)
+
+        return self._nodes.inspect(pids, is_over)

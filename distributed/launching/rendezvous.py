@@ -139,10 +139,18 @@ class OneNode(RendezvousHandler):
     def exchange(self, reports: NodeReports) -> None:
         """Let `reports` take the messages that it sends on other nodes with `send`."""
 
-    def send(self, op: str, **message: Any) -> None:
-        """Send a message of `NodeReports`."""
+    def send(self, op: str, patience_s: float = 0.0, **message: Any) -> None:
+        """Send a message of `NodeReports`, see `Send`."""
 
-    def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
+    def finish(
+        self,
+        how: str,
+        code: int,
+        *,
+        waits: bool,
+        is_trained: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
         """Tell the other nodes how the workers of this one ended, and wait for theirs if `waits`, as `NodeLink.finish` does."""
 
 
@@ -217,8 +225,8 @@ class ManyNodes(OneNode):
     def exchange(self, reports: NodeReports) -> None:
         self._link.on_request, self._take_report = reports.obey, reports.add
 
-    def send(self, op: str, **message: Any) -> None:
-        self._link.send(op, **message)
+    def send(self, op: str, patience_s: float = 0.0, **message: Any) -> None:
+        self._link.send(op, patience_s, **message)
 
     def fail(self, cause: str, code: int) -> None:
         self._link.fail(cause, code)
@@ -230,8 +238,16 @@ class ManyNodes(OneNode):
     def leave(self, how: str, *, is_regroup: bool) -> None:
         self._link.leave(how, is_regroup=is_regroup)
 
-    def finish(self, how: str, code: int, *, waits: bool, is_trained: bool = False) -> None:
-        self._link.finish(how, code, waits=waits, is_trained=is_trained)
+    def finish(
+        self,
+        how: str,
+        code: int,
+        *,
+        waits: bool,
+        is_trained: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._link.finish(how, code, waits=waits, is_trained=is_trained, meanwhile=meanwhile)
 
     def shutdown(self) -> bool:
         self._link.close()

@@ -64,13 +64,12 @@ class SealedConnection:
 
         On a socket that does not block, `flush` sends what the socket did not take.
         """
-        line = self._sends.close(message)
         if self.socket.gettimeout() == 0:
-            if len(self._unsent) > _MOST_UNSENT:
+            if self.num_unsent > _MOST_UNSENT:
                 raise BlockingIOError("the other end does not read")
-            self._unsent += line
+            self._unsent += self._sends.close(message)
             self.flush()
-        elif self.socket.send(line) != len(line):
+        elif self.socket.send(line := self._sends.close(message)) != len(line):
             raise BlockingIOError("the other end does not read")
 
     def wait(self, seconds: float) -> bool:
@@ -79,13 +78,13 @@ class SealedConnection:
         Wait at most `seconds`. Returns True also if the connection is broken.
         """
         poll = select.poll()
-        poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.has_unsent else 0))
+        poll.register(self.socket, select.POLLIN | (select.POLLOUT if self.num_unsent else 0))
         return any(event & ~select.POLLOUT for _, event in poll.poll(1000 * seconds))
 
     @property
-    def has_unsent(self) -> bool:
-        """Return whether there is something left to `flush`."""
-        return bool(self._unsent)
+    def num_unsent(self) -> int:
+        """Number of bytes that are left to `flush`."""
+        return len(self._unsent)
 
     def flush(self) -> None:
         """Send as much as the socket takes without blocking. Raises OSError if the connection is broken."""

@@ -15,27 +15,29 @@ from distributed.launching.stacks import ProcessStacks
 
 _ANSWER_S = 30.0  # time for all workers to send their stacks, also if py-spy has to look at some processes from outside
 _LOOK_S = 0.25  # seconds between two looks whether the answers are still wanted
-MOST_CHARACTERS = 100_000  # of the stacks of one process, so that a line is shorter than `LINE_BYTES`
+_MOST_LOADERS = 1000  # loader processes of a worker
+_MOST_CHARACTERS = 80_000  # of the stacks of one process, so that a line is shorter than `LINE_BYTES`
 
 
 class WorkerReports(Reports):
     """Keep the reports of the workers of an attempt, by rank.
 
-    One thread calls `begin`, `add` and `end`, others read.
+    Any thread may call any method, but only one at a time `inspect`.
 
     Args:
-        ask: called with a command that all workers receive.
+        ask: called with a command that all reporters of workers receive.
+        reporter: what sends the reports of a worker, as messages name it.
 
     Attributes:
         attempt: the number of attempts that have begun.
     """
 
-    def __init__(self, ask: Callable[..., None]) -> None:
-        self._ask = ask
+    def __init__(self, ask: Callable[..., None], reporter: str = "Ray worker") -> None:
+        self._ask, self._reporter = ask, reporter
         self._changed = threading.Condition()
         self._values: dict[int, list[int]] = {}
         self._crashes: dict[int, str] = {}
-        self._number = 0  # of the newest request for stacks
+        self._number, self._is_asking = 0, False  # the newest request for stacks, and whether it waits for answers
         self.attempt = 0
         self._ended: set[int] = set()  # the workers of the attempt that have ended
         self._loaders: dict[int, list[LoaderProcess]] = {}  # those of the newest request
@@ -75,54 +77,44 @@ class WorkerReports(Reports):
                 self._values[rank] = checked_values(answer["values"])
             if answer.get("crash"):
                 self._crashes[rank] = str(answer["crash"])
-            if "stacks" in answer and answer["number"] == self._number:
+            if "stacks" in answer and answer["number"] == self._number and self._is_asking:
                 process = _stacks_in(answer["stacks"])
                 if answer["loader"] is not None:
-                    self._loaders.setdefault(rank, []).append(LoaderProcess(int(answer["loader"]), process))
+                    loaders = self._loaders.setdefault(rank, [])
+                    if len(loaders) < _MOST_LOADERS:
+                        loaders.append(LoaderProcess(int(answer["loader"]), process))
                 else:  # the last one of this worker
                     self._processes[rank] = process
                     self._changed.notify_all()
 
-    def inspect(self, pids: Mapping[int, int]) -> dict[int, WorkerStacks]:
+    def inspect(self, pids: Mapping[int, int], is_over: Callable[[], bool] = lambda: False) -> dict[int, WorkerStacks]:
         """Ask the workers for their stacks, and return those of the workers in `pids` by rank, empty ones if a worker does not answer.
-
-        Wait for the answers until the next attempt begins, at most `_ANSWER_S` seconds.
-        """
-        found = self.answers(pids)
-        return {rank: found.get(rank) or self._silent(rank, pid) for rank, pid in pids.items()}
-
-    def answers(self, pids: Mapping[int, int], is_over: Callable[[], bool] = lambda: False) -> dict[int, WorkerStacks]:
-        """Ask the workers for their stacks, and return those of the workers in `pids` that answer, by rank.
 
         Wait for the answers until the next attempt begins or `is_over` returns true, at most `_ANSWER_S` seconds.
         """
         with self._changed:
-            self._number += 1
+            self._number, self._is_asking = self._number + 1, True
             self._loaders, self._processes = {}, {}
-            attempt = self.attempt
+            attempt, deadline = self.attempt, time.monotonic() + _ANSWER_S
         self._ask(op="stacks", number=self._number)
-        deadline = time.monotonic() + _ANSWER_S
         with self._changed:
             while attempt == self.attempt and not self._processes.keys() | self._ended >= pids.keys() and not is_over():
                 left = deadline - time.monotonic()
                 if left <= 0:
                     break
                 self._changed.wait(min(left, _LOOK_S))
-            return {
-                rank: WorkerStacks(self._processes[rank], self._loaders.get(rank, []))
-                for rank in pids
-                if rank in self._processes
-            }
+            self._is_asking = False
+            return {rank: WorkerStacks(self._of(rank, pid), self._loaders.get(rank, [])) for rank, pid in pids.items()}
 
-    def _silent(self, rank: int, pid: int) -> WorkerStacks:
-        why = "it has ended" if rank in self._ended else "its Ray worker does not answer"
-        return WorkerStacks(ProcessStacks(pid, "", why), self._loaders.get(rank, []))
+    def _of(self, rank: int, pid: int) -> ProcessStacks:
+        why = "it has ended" if rank in self._ended else f"its {self._reporter} does not answer"
+        return self._processes.get(rank) or ProcessStacks(pid, "", why)
 
 
 def checked_values(values: Any) -> list[int]:
     """Return the values of a worker. Raises ValueError or TypeError if they cannot be such values."""
-    if not isinstance(values, list) or len(values) != NUM_VALUES or not all(map(_is_int64, values)):
-        raise ValueError("a worker reports integers of 64 bits")
+    if not isinstance(values, list) or len(values) != NUM_VALUES or not all(map(_is_count, values)):
+        raise ValueError("a worker reports integers of 64 bits that are not negative")
     progress_in(values)
     return values
 
@@ -136,22 +128,22 @@ def _stacks_in(fields: Any) -> ProcessStacks:
     return process
 
 
-def _is_int64(value: Any) -> bool:
-    return type(value) is int and -(1 << 63) <= value < 1 << 63
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
 
 
-def answers_of(worker: WorkerStacks, most: int = MOST_CHARACTERS) -> Iterator[dict[str, Any]]:
-    """Yield the messages for `WorkerReports.add` that have the stacks of a worker. Each process has at most `most` characters."""
+def answers_of(worker: WorkerStacks) -> Iterator[dict[str, Any]]:
+    """Yield the messages for `WorkerReports.add` that have the stacks of a worker."""
     for number, process in worker.loaders:
-        yield {"stacks": _fields_of(process, most), "loader": number}
-    yield {"stacks": _fields_of(worker.process, most), "loader": None}
+        yield {"stacks": _fields_of(process), "loader": number}
+    yield {"stacks": _fields_of(worker.process), "loader": None}
 
 
-def _fields_of(process: ProcessStacks, most: int) -> dict[str, Any]:
-    cut = {"stacks": end_of(process.stacks, most), "from_outside": process.from_outside[:most]}
+def _fields_of(process: ProcessStacks) -> dict[str, Any]:
+    cut = {"stacks": end_of(process.stacks), "from_outside": process.from_outside[:_MOST_CHARACTERS]}
     return {**dataclasses.asdict(process), **cut}
 
 
-def end_of(stacks: str, most: int = MOST_CHARACTERS) -> str:
+def end_of(stacks: str) -> str:
     """Return the end of long stacks: faulthandler writes the main thread last."""
-    return stacks[-most:]
+    return stacks[-_MOST_CHARACTERS:]

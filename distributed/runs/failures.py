@@ -7,7 +7,6 @@ from typing import Any
 
 FAILURES = ("worker_failed", "node_failed", "not_started")  # events with the reason why workers failed or did not start
 STACKS = "; stacks are in "  # before the directory, in the cause of a hang
-ON_NODE_0 = " on node 0"  # after the directory, if it is not on each node
 STARTS = ("started", "restarted", "regrouped")  # events at which another attempt begins
 _CONSEQUENCE = "lost the connection to another rank"  # in a cause that only says that another rank has ended
 _KEPT = ("in_step", "phase", "then")  # of a consequence, if a lost node is its cause

@@ -18,7 +18,7 @@ from distributed.config.kinds import COUNT, SECONDS, check_kinds, is_number
 from distributed.config.reading import LimitError, open_regular, parse_json
 from distributed.errors import ConfigError
 from distributed.runs.directory import RunDirectory
-from distributed.runs.failures import FAILURES, ON_NODE_0, STACKS, STARTS, failures_of
+from distributed.runs.failures import FAILURES, STACKS, STARTS, failures_of
 from distributed.runs.fixes import STANDING_STILL, fix_of
 from distributed.runs.listing import RunState, read_state_and_events
 from distributed.runs.log_tail import last_line, tail
@@ -32,6 +32,7 @@ _USUAL = 5  # a run may be silent for this many times the longest time between t
 _LONG = 4  # a cause with at least this many lines is shortened
 _MOST_TEXT = 4000  # characters of a text of the journal
 _STOPPED = re.compile(r" (was stopped by \w+)$")  # the end of the cause of a lost node that a signal stopped
+_PLACE = re.compile(r" on node \d{1,6}$")  # after the directory with the stacks, which only this node has
 _RANK = re.compile(r"\brank (\d{1,6})\b")
 
 
@@ -182,9 +183,9 @@ def _problem(run: RunDirectory, event: Mapping[str, Any], *, has_gone_on: bool) 
         before, _, where = cause.partition(STACKS)
         where, _, rest = where.partition("; ")
         cause = before.replace(f", it is at {location}", "") + (f"; {rest}" if rest else "")
-        kept = Path(where.removesuffix(ON_NODE_0)).name
-        is_elsewhere = where.endswith(ON_NODE_0) and not (run.logs / kept).exists()
-        stacks = f"logs/{kept}{ON_NODE_0 * is_elsewhere}" if where else ""
+        place = found[0] if (found := _PLACE.search(where)) else ""
+        kept = Path(where.removesuffix(place)).name
+        stacks = f"logs/{kept}{place * (not (run.logs / kept).exists())}" if where else ""
     log = f"logs/rank-{rank}.log" if rank is not None and (run.logs / f"rank-{rank}.log").exists() else ""
     return Problem(
         time=event["time"], cause=_short(cause) or "the cause is not known", rank=rank, node=node, kind=_text(event.get("kind")),

@@ -121,6 +121,13 @@ def test_one_rank_is_singled_out_if_something_sets_it_apart(suspects, silent, wa
     assert culprit(suspects, silent, waiting) == found
 
 
+@pytest.mark.parametrize(
+    ("silent", "waiting", "found"), [([], [2], None), ([2], [], 2), ([], [], 2)], ids=["waits", "silent", "elsewhere"]
+)
+def test_one_rank_that_may_wait_for_another_node_is_not_singled_out(silent, waiting, found):
+    assert culprit(ONE, silent, waiting, sees_all=False) == found
+
+
 def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
     watch = HangWatch(60.0)
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, Phase.SAVING, is_slow=True), 2: at(31, 8)})
@@ -428,6 +435,18 @@ def test_one_rank_that_collectives_have_waited_for_is_named_without_its_stacks(c
     assert (late.rank, late.message) == (1, "rank 1 hangs in step 8 (training): no progress for 6 s (timeout_s=5)")
     train(board, 9, 9)
     assert stand(board, clock, found, 6) is None and found.find_late([0, 1]) is None  # either may be the cause
+
+
+def test_ranks_that_go_on_while_their_stacks_are_read_do_not_hang(check, tmp_path):
+    make, board, clock = check
+    train(board, 9, 8)
+
+    def inspect(pids):
+        train(board, 9, 9)
+        return silent(pids)
+
+    found = make(inspect, hang_timeout=2.0)
+    assert stand(board, clock, found, 3) is None and not list((tmp_path / "logs").glob("stacks-*"))
 
 
 def test_ranks_of_several_nodes_are_named_with_their_node_and_their_lines(check):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,9 @@ from distributed.launching.causes import Failure
 from distributed.launching.heartbeat import NUM_VALUES, Board, Heartbeat, Phase
 from distributed.launching.node_link import Round
 from distributed.launching.node_reports import NodeReports
+from tests.conftest import poll
 
+ZEROS, PIDS = [0] * NUM_VALUES, dict.fromkeys(range(4), 0)
 LINE = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3, in stands\n'
 
 
@@ -28,7 +31,7 @@ class Nodes:
         self.begin(1)
 
     def made(self, node: int) -> NodeReports:
-        def send(op: str, **message: Any) -> None:
+        def send(op: str, patience_s: float = 0.0, **message: Any) -> None:
             message = {"op": op, **message}
             if node in self.cut:
                 return
@@ -42,16 +45,17 @@ class Nodes:
             for index, fd in self.boards[node].stacks.items():
                 os.write(fd, LINE.replace("stands", f"stands_{node}_{index}").encode())
 
-        return NodeReports(self.boards[node], ask, send)
+        return NodeReports(node, 0.1, self.boards[node], ask, send)
 
     def begin(self, number: int) -> None:
         for node, each in enumerate(self.all):
-            each.begin(Round(number, [0, 1], [], None), {0: 2 * node, 1: 2 * node + 1}, 4)
+            each.begin(Round(number, [0, 1], [], None), {0: 2 * node, 1: 2 * node + 1})
 
     def report(self, now: float = 0.0) -> None:
         for node, each in enumerate(self.all):
             each._next_report = now
-            assert each.report({0: 2 * node, 1: 2 * node + 1}) and not each.report({})  # only twice a second
+            ranks = {0: 2 * node, 1: 2 * node + 1}
+            assert each.report(ranks, is_done=False) and not each.report({}, is_done=False)  # only twice a second
 
 
 @pytest.fixture
@@ -70,7 +74,7 @@ def test_node_0_knows_the_progress_of_all_workers_by_their_ranks(nodes: Nodes) -
         heartbeat.mark(Phase.CALLBACKS, 7)
         assert nodes.all[0].watched == frozenset()
         nodes.report()
-        assert nodes.all[0].watched == {0, 1, 2, 3} and nodes.all[1].watched == frozenset()
+        assert nodes.all[0].watched == {0, 1, 2, 3} and nodes.all[1].last_watched == {2, 3}
         at = nodes.all[0].workers.progress(3)
     assert (at.step, at.phase, at.pid) == (7, Phase.CALLBACKS, os.getpid())
     assert nodes.all[0].workers.progress(2).step == 0
@@ -82,7 +86,7 @@ def test_nobody_is_watched_while_a_node_is_silent_or_stops_its_workers(
     nodes.report()
     assert len(nodes.all[0].watched) == 4
     nodes.all[1]._next_report = 0.0
-    nodes.all[1].report({})  # the workers of node 1 are being stopped, or have ended
+    nodes.all[1].report({}, is_done=False)  # the workers of node 1 are being stopped
     assert not nodes.all[0].watched
     nodes.report()
     clock = node_reports.time.monotonic() + 10
@@ -90,7 +94,7 @@ def test_nobody_is_watched_while_a_node_is_silent_or_stops_its_workers(
     assert not nodes.all[0].watched
     nodes.cut = {1}
     nodes.report()
-    assert not nodes.all[0].watched
+    assert not nodes.all[0].watched and nodes.all[0].last_watched == {0, 1, 2, 3}
     nodes.cut = set()
     nodes.report()
     assert len(nodes.all[0].watched) == 4
@@ -98,33 +102,63 @@ def test_nobody_is_watched_while_a_node_is_silent_or_stops_its_workers(
     assert not nodes.all[0].watched
 
 
+def test_the_workers_of_a_node_that_is_done_do_not_count(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for node in (0, 1):
+        nodes.begin(2 + node)
+        nodes.report()
+        nodes.all[node]._next_report = 0.0
+        nodes.all[node].report({}, is_done=True)
+        clock = node_reports.time.monotonic() + 1.0
+        monkeypatch.setattr(node_reports.time, "monotonic", lambda clock=clock: clock)
+        assert nodes.all[0].watched == {2 - 2 * node, 3 - 2 * node}
+
+
 def test_node_0_gets_the_stacks_of_all_workers(nodes: Nodes) -> None:
-    found = nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False)
+    nodes.report()
+    found = nodes.all[0].inspect(PIDS, lambda: False)
     assert [found[rank].process.stacks.split()[-1] for rank in range(4)] == [
         "stands_0_0", "stands_0_1", "stands_1_0", "stands_1_1",
     ]  # fmt: skip
 
 
-def test_stacks_are_not_known_if_a_node_does_not_answer_or_its_answer_is_not_wanted_any_more(
+def test_stacks_are_not_known_if_a_node_is_silent_or_they_are_not_wanted_any_more(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    nodes.report()
     nodes.cut = {1}
-    assert nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: True) == {}
-    monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 1.0)
-    assert nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False) == {}
+    assert nodes.all[0].inspect(PIDS, lambda: True) == {}
+    monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 0.5)
+    found = nodes.all[0].inspect(PIDS, lambda: False)  # node 1 has reported just now, but does not answer
+    assert [worker.process.why for worker in found.values()][2:] == [", its launcher does not answer"] * 2
+    assert found[1].process.stacks
+    clock = node_reports.time.monotonic() + 10
+    monkeypatch.setattr(node_reports.time, "monotonic", lambda: clock)
+    assert nodes.all[0].inspect(dict.fromkeys(range(2), 0), lambda: False) == {}
     begins = threading.Timer(0.1, nodes.begin, [2])
     monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 600.0)
     begins.start()
-    assert nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False) == {}
+    assert nodes.all[0].inspect(PIDS, lambda: False) == {}
     begins.join()
 
 
-def test_the_stacks_of_a_node_are_shortened_to_what_its_connection_keeps(
+def test_a_node_that_is_asked_again_while_it_answers_answers_the_newest_request(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_reports, "_MOST_IN_ALL", 40)
-    found = nodes.all[0].inspect(dict.fromkeys(range(4), 0), lambda: False)
-    assert [len(found[rank].process.stacks) for rank in range(4)] == [20] * 4
+    nodes.report()
+    one, own_stacks, asked = nodes.all[1], nodes.all[1].own_stacks, list[str]()
+
+    def slowly(ranks: Any) -> Any:
+        asked.append(threading.current_thread().name)
+        if len(asked) == 1:
+            one.obey({"op": "stacks", "number": 2})
+        return own_stacks(ranks)
+
+    monkeypatch.setattr(one, "own_stacks", slowly)
+    nodes.all[0].workers._number = 1  # so that the next request has the number 2
+    one.obey({"op": "stacks", "number": 1})
+    assert len(nodes.all[0].inspect(PIDS, lambda: False)) == 4
+    poll(lambda: not one._is_answering, 10, lambda: "it still answers")
+    assert 2 <= len(asked) <= 3
 
 
 def test_the_node_of_a_worker_that_hangs_learns_what_node_0_found(nodes: Nodes) -> None:
@@ -133,26 +167,26 @@ def test_the_node_of_a_worker_that_hangs_learns_what_node_0_found(nodes: Nodes) 
     )
     nodes.all[0].blame(hang)
     assert nodes.all[0].take_hang() is None
-    assert nodes.all[1].take_hang() == hang and nodes.all[1].take_hang() is None
+    found = nodes.all[1].take_hang()
+    assert found is not None and dataclasses.replace(found, time=5.0) == hang and nodes.all[1].take_hang() is None
     nodes.all[0].blame(hang)
-    nodes.all[1].begin(Round(2, [0, 1], [], None), {0: 2, 1: 3}, 4)
+    nodes.all[1].begin(Round(2, [0, 1], [], None), {0: 2, 1: 3})
     assert nodes.all[1].take_hang() is None  # it was of the attempt before
     nodes.all[0].blame(hang)
     assert nodes.all[1].take_hang() is None
-
-
-ZEROS = [0] * NUM_VALUES
 
 
 @pytest.mark.parametrize(
     "message",
     [
         {"op": "progress", "round": 1, "workers": {"4": ZEROS}}, {"op": "progress", "round": 1, "workers": {"-1": ZEROS}},
-        {"op": "progress", "round": 1, "workers": {"x": ZEROS}}, {"op": "progress", "round": 1, "workers": {"1": [1.5] * NUM_VALUES}},
+        {"op": "progress", "round": 1, "workers": {"1": ZEROS}},  # a rank of node 0
+        {"op": "progress", "round": 1, "workers": {"2": [-1, *ZEROS[1:]]}},
+        {"op": "progress", "round": 1, "workers": {"x": ZEROS}}, {"op": "progress", "round": 1, "workers": {"2": [1.5] * NUM_VALUES}},
         {"op": "progress", "round": 1, "workers": [1]}, {"op": "progress", "round": 1}, {"op": "progress"},
         {"op": "answer", "round": 1, "rank": 9, "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
         {"op": "answer", "round": 1, "rank": "1", "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
-        {"op": "answer", "round": 1, "rank": 1, "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": 7}},
+        {"op": "answer", "round": 1, "rank": 1, "number": 1, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
     ],
 )  # fmt: skip
 def test_what_no_launcher_sends_is_refused(nodes: Nodes, message: dict[str, Any]) -> None:
@@ -166,4 +200,8 @@ def test_reports_of_another_round_or_another_node_do_not_count(nodes: Nodes) -> 
     values = [3, *ZEROS[1:]]
     nodes.all[0].add(1, {"op": "progress", "round": 2, "workers": {"2": values}})
     nodes.all[0].add(7, {"op": "progress", "round": 1, "workers": {"2": values}})
+    nodes.all[0].add(
+        1, {"op": "answer", "round": 1, "rank": 2, "number": 0, "loader": 0, "stacks": {"pid": 1, "stacks": "x"}}
+    )
+    assert nodes.all[0].workers._loaders == {}  # nobody has asked
     assert nodes.all[0].workers.progress(2).beats == 0 and not nodes.all[0].watched

@@ -154,8 +154,8 @@ def test_reports_of_all_nodes_reach_node_0_and_its_requests_reach_all(make: Call
     nodes.begin(*links)
     for rank, link in enumerate(links):
         link.send("progress", round=1, text=LARGE * (rank > 0))
-    links[1].send("answer", number=7)
     links[1].send("hang", rank=0)  # only node 0 blames
+    links[1].send("answer", number=7)
     until(lambda: len(nodes.reported) == 4)
     sizes = sorted((node, len(each.get("text", ""))) for node, each in nodes.reported)
     assert sizes == [(0, 0), (1, 0), (1, len(LARGE)), (2, len(LARGE))]
@@ -169,12 +169,22 @@ def test_the_last_message_of_a_node_arrives_after_a_large_one(make: Callable[...
     nodes = make(2)
     one = nodes.connected(1)
     nodes.begin(nodes.zero, one)
-    for _ in range(4):
-        one.send("answer", text=LARGE)
+    for _ in range(9):  # more than a connection keeps
+        one.send("answer", 10.0, text=LARGE)
     one.fail("rank 1 failed", 3)
     one.close()
     until(lambda: nodes.zero.ended is not None)
-    assert str(nodes.zero.ended) == "rank 1 failed" and len(nodes.reported) == 4
+    assert str(nodes.zero.ended) == "rank 1 failed" and len(nodes.reported) == 9
+
+
+def test_a_node_that_waits_for_the_others_goes_on_looking(make: Callable[..., Nodes]) -> None:
+    nodes = make(2)
+    one, looked = nodes.connected(1), threading.Event()
+    nodes.begin(nodes.zero, one)
+    done = nodes.pool.submit(nodes.zero.finish, "has finished", 1, waits=True, meanwhile=looked.set)
+    assert looked.wait(5) and not done.done()
+    one.finish("has finished", 1, waits=False)
+    done.result(5)
 
 
 def test_a_report_that_cannot_be_breaks_the_connection_of_its_sender_alone(make: Callable[..., Nodes]) -> None:
@@ -672,7 +682,7 @@ def test_all_of_a_large_message_arrives() -> None:
     while not found:
         sends.flush()
         found += reads.receive()
-    assert found == [{"nodes": ["x" * 1000] * 800}] and not sends.has_unsent
+    assert found == [{"nodes": ["x" * 1000] * 800}] and not sends.num_unsent
     sends.close()
     reads.close()
 

@@ -214,15 +214,24 @@ def test_a_late_answer_to_an_earlier_request_is_not_used(monkeypatch):
     [
         {"values": []}, {"values": 3}, {"values": ["1"] * NUM_VALUES}, {"values": [True] * NUM_VALUES},
         {"values": [9] * NUM_VALUES}, {"values": [1] * (NUM_VALUES - 1) + [1 << 63]},
-        {"stacks": {"pid": 1}, "number": 0, "loader": None}, {"stacks": {}},
-        {"stacks": {"pid": 1, "stacks": ["a"]}, "number": 0, "loader": None}, {"stacks": {"pid": "1", "stacks": ""}, "number": 0, "loader": None},
+        {"stacks": {}},
+        {"stacks": {"pid": 1}, "number": 1, "loader": None}, {"stacks": {"pid": 1, "stacks": ["a"]}, "number": 1, "loader": None},
+        {"stacks": {"pid": "1", "stacks": ""}, "number": 1, "loader": None}, {"values": [-1] * NUM_VALUES},
     ],
 )  # fmt: skip
 def test_what_no_worker_sends_is_refused(answer):
-    reports = WorkerReports(lambda **_: None)
-    with pytest.raises((ValueError, TypeError, KeyError)):
-        reports.add(0, answer)
-    assert reports.progress(0).beats == 0
+    refused: list[Exception] = []
+
+    def ask(**_: Any) -> None:
+        try:
+            reports.add(0, answer)
+        except (ValueError, TypeError, KeyError) as error:
+            refused.append(error)
+        reports.end(0)
+
+    reports = WorkerReports(ask)
+    (worker,) = reports.inspect({0: 99}).values()
+    assert len(refused) == 1 and worker.process.stacks == "" and reports.progress(0).beats == 0
 
 
 def test_the_next_attempt_begins_with_nothing():
