@@ -20,10 +20,8 @@ from distributed.runs.why import STANDING, Problem, Why, read_why
 _WIDTH = 80
 _NAME = 10  # columns of the names, with the indentation
 _MOST_LINES = 10  # of all
-_MOST_LINES_OF = {
-    "cause": 5,  # an error of this package ends with what to do
-    "where": 4,  # there may be several ranks
-}  # lines of a fact
+# Lines of a fact: an error of this package ends with what to do, and there may be several ranks.
+_MOST_LINES_OF = {"cause": 5, "where": 4}
 _MOST_OTHER_LINES = 3
 # If all facts together have too many lines, these lose lines in this order, down to these numbers.
 _FEWEST_LINES_OF = (("output", 1), ("then", 1), ("try", 2), ("saves", 1), ("cause", 3), ("try", 1), ("where", 3))

@@ -36,9 +36,7 @@ class Failure:
     exit_code: int = 1
     signum: int = 0
     node: str = ""  # name of the rank's machine, if the launcher started workers on several
-    node_rank: int | None = (
-        None  # number of the rank's node, if another launcher than the one that records this has started it
-    )
+    node_rank: int | None = None  # number of the rank's node, if its launcher is not the one that records this
     reached: tuple[int, int] = (0, 0)  # (number of the fit, step) of the rank; 0 for the fit if it is not known
     micro_batch: int = 0  # see TrainingError
     no_restart_because: str = ""  # why the run is not restarted, although such a failure allows a restart

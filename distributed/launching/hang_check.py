@@ -29,16 +29,15 @@ class HangCheck:
         inspect: returns the stacks of workers by rank when called with their process ids, or {} if they are not known at the moment.
         node_of: returns the name of the node of a rank, or "" if there is only one node.
         place: what follows the name of the directory with the stacks in messages, if it is not on each node.
-        sees_all: whether the reports have the workers of all nodes.
     """
 
     def __init__(
         self, request: LaunchRequest, run: RunDirectory, reports: Reports,
         inspect: Callable[[Mapping[int, int]], Mapping[int, WorkerStacks]], node_of: Callable[[int], str],
-        place: str = "", *, sees_all: bool = True,
+        place: str = "",
     ) -> None:  # fmt: skip
         self._request, self._run, self._reports = request, run, reports
-        self._inspect, self._node_of, self._place, self._sees_all = inspect, node_of, place, sees_all
+        self._inspect, self._node_of, self._place = inspect, node_of, place
         self.begin()
 
     def begin(self) -> None:
@@ -55,9 +54,9 @@ class HangCheck:
         return self._watch.look({rank: self._reports.progress(rank) for rank in sorted(ranks)}, seconds)
 
     def find(self, ranks: Collection[int]) -> Failure | None:
-        """Return the failure of a worker that hangs, or None. `ranks` are those of the workers to check.
+        """Return the failure of a worker that hangs, or None. `ranks` are those of all workers that are at work.
 
-        The same hang is found again after as many seconds.
+        If the worker then goes on to stand still, it is found again after the same time.
         """
         suspects = self.follow(ranks) if self._request.hang_timeout else None
         if suspects is None:
@@ -65,31 +64,36 @@ class HangCheck:
         limit, slow = f"hang_timeout={self._request.hang_timeout:g}", self._request.hang_timeout_slow
         if suspects.progress.is_slow:
             limit = f"{SLOW} times {limit}" if slow is None else f"hang_timeout_slow={slow:g}"
-        if (found := self._judge(suspects, ranks, limit)) is not None:
-            self.begin()
+        if (found := self._judge(suspects, ranks, limit, sees_all=True)) is not None:
+            self._watch.forgive()
         return found
 
-    def find_late(self, ranks: Collection[int]) -> Failure | None:
-        """Return the failure of a worker for which others have waited longer than `timeout_s`, or None."""
+    def find_late(self, ranks: Collection[int], *, sees_all: bool = True) -> Failure | None:
+        """Return the failure of a worker for which others have waited longer than `timeout_s`, or None.
+
+        Args:
+            ranks: those of the workers that may be at work.
+            sees_all: whether it is known which workers of other nodes have failed, if there are any.
+        """
         limit_s = self._request.timeout_s
         suspects = self._watch.standing(ranks, limit_s) if self._request.hang_timeout else None
         if suspects is None:
             return None
         limit = f"timeout_s={suspects.progress.timeout_s or limit_s:g}"
-        found = self._judge(suspects, ranks, limit)
+        found = self._judge(suspects, ranks, limit, sees_all=sees_all)
         # The node of a worker may already have ended it, so that its stacks are not known.
-        if found is None and len(suspects.ranks) == 1 and self._sees_all and self._stand(suspects):
+        if found is None and len(suspects.ranks) == 1 and suspects.has_others_ahead and self._stand(suspects):
             rank = suspects.ranks[0]
             found = _failure(
                 rank, f"rank {rank}{self._on_node(rank)} hangs {_where(suspects, limit)}", suspects.progress
             )
         return found
 
-    def _judge(self, suspects: Suspects, ranks: Collection[int], limit: str) -> Failure | None:
+    def _judge(self, suspects: Suspects, ranks: Collection[int], limit: str, *, sees_all: bool) -> Failure | None:
         """Ask for the stacks, keep them, and name the worker that hangs, or the first of several that stand still.
 
-        `limit` is the setting that they have exceeded. Return None if the stacks are not known, if the workers went on meanwhile, or if
-        they may wait for workers that this launcher does not see.
+        `limit` is the setting that they have exceeded. Return None if the stacks are not known, if the suspects went on meanwhile, or if
+        they may wait for a worker that is not watched (see `culprit`).
         """
         all_progress = {rank: self._reports.progress(rank) for rank in sorted(ranks)}
         workers = self._inspect({rank: progress.pid for rank, progress in all_progress.items()})
@@ -97,9 +101,10 @@ class HangCheck:
             return None
         kept = f"{STACKS}{self._keep(workers, all_progress)}{self._place}"
         silent = [rank for rank, worker in workers.items() if not worker.process.stacks]
-        waiting = [rank for rank, worker in workers.items() if waits_in(worker.process.stacks)]
+        unknown = [rank for rank in silent if not workers[rank].process.was_asked]
+        waiting = [*unknown, *(rank for rank, worker in workers.items() if waits_in(worker.process.stacks))]
         where = _where(suspects, limit)
-        found = culprit(suspects, silent, waiting, sees_all=self._sees_all)
+        found = culprit(suspects, [rank for rank in silent if rank not in unknown], waiting, sees_all=sees_all)
         if found is not None:
             process, loader = workers[found].process, awaited(workers[found])
             script, why = line_in_script(process.stacks), process.why
@@ -108,7 +113,7 @@ class HangCheck:
                 why = f", its loader process {loader.number} stands still{loader.process.why}"
             text = f"rank {found}{self._on_node(found)} hangs {where}{why}{kept}"
             return _failure(found, text, suspects.progress, script)
-        if not self._sees_all:
+        if not sees_all:
             return None
         names = ", ".join(map(str, suspects.ranks))
         text = f"ranks {names} stand still {where}, and none of them could be singled out as the cause{kept}"

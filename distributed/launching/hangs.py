@@ -33,11 +33,13 @@ class Suspects:
         ranks: the ranks of the workers; several if they have made the same progress.
         progress: where they are in training.
         still_s: for how many seconds they have made no progress.
+        has_others_ahead: whether another worker has made more progress.
     """
 
     ranks: tuple[int, ...]
     progress: Progress
     still_s: float
+    has_others_ahead: bool
 
 
 class HangWatch:
@@ -74,7 +76,7 @@ class HangWatch:
         progress = max((seen.progress for seen in behind.values()), key=self._limit_of)
         if still_s < self._limit_of(progress):
             return None
-        return Suspects(tuple(behind), progress, still_s)
+        return Suspects(tuple(behind), progress, still_s, self._is_another_ahead(progress))
 
     def standing(self, ranks: Collection[int], timeout_s: float) -> Suspects | None:
         """Return the workers that stood still for the time limit of collectives and have the least progress, or None.
@@ -93,7 +95,15 @@ class HangWatch:
             return None
         least = min(still.values(), key=lambda seen: seen.progress.beats)
         found = tuple(key for key, seen in still.items() if seen.progress.beats == least.progress.beats)
-        return Suspects(found, least.progress, least.still_s)
+        return Suspects(found, least.progress, least.still_s, self._is_another_ahead(least.progress))
+
+    def forgive(self) -> None:
+        """Count from now on for how long the workers stand still."""
+        for seen in self._seen.values():
+            seen.still_s = 0.0
+
+    def _is_another_ahead(self, progress: Progress) -> bool:
+        return any(seen.progress.beats > progress.beats for seen in self._seen.values())
 
     def _follow(self, key: int, progress: Progress, seconds: float) -> _Seen:
         before = self._seen.get(key)
@@ -119,10 +129,10 @@ def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *
     Args:
         suspects: the workers with the least progress.
         silent: the ranks of workers that did not answer the request for their stack, because they are stopped or wait for a device.
-        waiting: the ranks of workers whose stack says that they wait for others.
-        sees_all: whether there are no workers besides those that the launcher watches, for which the suspects could wait.
+        waiting: the ranks of workers whose stack says that they wait for others, or whose stack is not known.
+        sees_all: whether the suspects can only wait for each other. Otherwise, they may wait for a worker that is not watched.
     """
-    if len(suspects.ranks) == 1 and sees_all:
+    if len(suspects.ranks) == 1 and (sees_all or suspects.has_others_ahead):
         return suspects.ranks[0]
     if found := [rank for rank in suspects.ranks if rank in silent]:
         return found[0]

@@ -197,6 +197,11 @@ class NodeLink:
         """Why the run has ended on another node, or None."""
         return self._end
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether the run has ended: the workers of all nodes have, or another node has ended it."""
+        return self._is_all_done or self._end is not None
+
     def send(self, op: str, patience_s: float = 0.0, **message: Any) -> None:
         """Send a message of `NodeReports`. It is lost if the connection breaks, or if the other end reads too slowly.
 
@@ -244,13 +249,10 @@ class NodeLink:
         with self._changed:
             self._pending = {"op": "done", "how": how, "code": code, "is_trained": is_trained}
             self._send(self._pending)
-        while waits and not self._is_over():
+        while waits and not self.is_over:
             meanwhile()
             with self._changed:
-                self._changed.wait_for(self._is_over, _LOOK_S)
-
-    def _is_over(self) -> bool:
-        return self._is_all_done or self._end is not None
+                self._changed.wait_for(lambda: self.is_over, _LOOK_S)
 
     def close(self) -> None:
         """Disconnect from the server. No other method may be called afterwards."""
@@ -354,13 +356,16 @@ class NodeLink:
         next_beat = heard + BEAT_S
         while not is_over() and self._end is None:
             has_message = connection.wait(BEAT_S / 4)
-            with self._changed:
-                connection.flush()
-                self._changed.notify_all()
             with contextlib.suppress(BlockingIOError):  # nothing arrived after all
                 for message in connection.receive() if has_message else ():
                     heard = time.monotonic()
                     self._take(message)
+            if (
+                connection.num_unsent
+            ):  # after reading, because the other end may have closed the connection after its last message
+                with self._changed:
+                    connection.flush()
+                    self._changed.notify_all()
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + BEAT_S

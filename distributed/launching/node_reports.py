@@ -6,6 +6,7 @@ so it alone decides which of them hangs, and tells the launcher that has started
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -17,6 +18,7 @@ from distributed.launching.causes import Failure
 from distributed.launching.heartbeat import Board
 from distributed.launching.loader_stacks import WorkerStacks, stacks_of_workers
 from distributed.launching.node_link import Round
+from distributed.launching.stacks import ProcessStacks
 from distributed.launching.worker_reports import WorkerReports, answers_of, checked_values
 
 REPORT_S = 0.5  # seconds between two reports of a node
@@ -25,6 +27,10 @@ _FRESH_S = (
 )
 _PATIENCE_S = 10.0  # seconds for which an answer waits until earlier ones have been sent
 _HANG = ("rank", "message", "reached", "phase", "location")  # the fields of a Failure that are sent
+
+
+def _missing(pid: int) -> ProcessStacks:
+    return ProcessStacks(pid, "", "its launcher does not answer", was_asked=False)
 
 
 class Send(Protocol):
@@ -53,15 +59,14 @@ class NodeReports:
     def __init__(self, node: int, monitor_interval: float, board: Board, ask: Callable[[], None], send: Send) -> None:
         self._node, self._fresh_s = node, _FRESH_S + monitor_interval
         self._board, self._ask, self._send = board, ask, send
-        self.workers = WorkerReports(send, "launcher")
+        self.workers = WorkerReports(self._ask_all, _missing)
         self._lock = threading.Lock()
         self._number = 0  # of the round
         self._nodes: list[int] = []  # the nodes of the round
         self._ranks: Mapping[int, int] = {}  # local rank -> rank, on this node
         self._next_report = 0.0
-        self._heard: dict[
-            int, tuple[float, frozenset[int]]
-        ] = {}  # node -> (time of its newest report, the ranks in it)
+        # By node: the time of its newest report, or infinity if all its workers have ended, and the ranks at work.
+        self._heard: dict[int, tuple[float, frozenset[int]]] = {}
         self._hang: Failure | None = None
         self._asked = 0  # the newest request for stacks
         self._is_answering = False
@@ -102,35 +107,47 @@ class NodeReports:
     def obey(self, message: Mapping[str, Any]) -> None:
         """Handle a message of node 0. Returns at once. May be called from any thread."""
         with self._lock:
+            if message["round"] != self._number:
+                return
             if message["op"] == "stacks":
                 self._asked = message["number"]
                 if not self._is_answering:
                     self._is_answering = True
                     threading.Thread(target=self._answer, name="stacks for node 0", daemon=True).start()
-            elif message["round"] == self._number and message["rank"] in self._ranks.values():
+            elif message["rank"] in self._ranks.values():
                 fields = {name: message[name] for name in _HANG} | {"reached": tuple(message["reached"])}
                 self._hang = Failure(kind="hang", time=time.time(), **fields)
 
     def _answer(self) -> None:
-        """Send the stacks of the workers of this node. Repeat this if node 0 has asked again meanwhile."""
-        try:
-            while True:
-                with self._lock:
-                    number, begun, ranks = self._asked, self._number, self._ranks
-                for rank, worker in self.own_stacks(ranks).items():
-                    for answer in answers_of(worker):
-                        self._send("answer", _PATIENCE_S, round=begun, rank=rank, number=number, **answer)
-                with self._lock:
-                    if self._asked == number:
-                        return
-        finally:
+        """Send the stacks of the workers of this node that are at work. Repeat this if node 0 has asked again meanwhile."""
+        answered = None
+        while True:
             with self._lock:
-                self._is_answering = False
+                asked = self._number, self._asked
+                if asked == answered:
+                    self._is_answering = False
+                    return
+                at_work = self._heard[self._node][1] if self._node in self._heard else frozenset()
+                ranks = {index: rank for index, rank in self._ranks.items() if rank in at_work}
+            with contextlib.suppress(OSError):  # the workers have been ended meanwhile
+                self._send_stacks(ranks, *asked)
+            answered = asked
+
+    def _send_stacks(self, ranks: Mapping[int, int], begun: int, number: int) -> None:
+        for rank, worker in self.own_stacks(ranks).items():
+            for answer in answers_of(worker):
+                message = {"round": begun, "rank": rank, "number": number, **answer}
+                if self._node:
+                    self._send("answer", _PATIENCE_S, **message)
+                else:
+                    self.add(0, {"op": "answer", **message})
 
     def own_stacks(self, ranks: Mapping[int, int]) -> dict[int, WorkerStacks]:
-        """Return the stacks of workers of this node by rank. `ranks` maps their local ranks to their ranks."""
+        """Return the stacks of workers of this node by rank, and update their reports. `ranks` maps their local ranks to their ranks."""
         pids = {index: self._board.progress(index).pid for index in ranks}
         found = stacks_of_workers(self._board.stacks, pids, self._ask)
+        for index, rank in ranks.items():
+            self.workers.add(rank, {"values": self._board.values(index)})
         return {ranks[index]: worker for index, worker in found.items()}
 
     # what node 0 does
@@ -186,11 +203,14 @@ class NodeReports:
     def inspect(self, pids: Mapping[int, int], is_over: Callable[[], bool]) -> dict[int, WorkerStacks]:
         """Ask all nodes for the stacks of their workers, and return those of the workers in `pids` by rank.
 
-        They are empty for the workers of a launcher that does not answer, although it still sends reports. Returns {} if a launcher does
-        neither, or if `is_over` returns true before all have answered.
+        Those of a launcher that does not answer, although it still sends reports, are empty. Returns {} if a launcher does neither, or if
+        `is_over` returns true before all have answered.
         """
         found = self.workers.inspect(pids, is_over)
         return {} if is_over() or not pids.keys() <= self.watched else found
+
+    def _ask_all(self, op: str, number: int) -> None:
+        self._send(op, round=self._number, number=number)
 
     def blame(self, hang: Failure) -> None:
         """Let the node of a worker know that it hangs."""

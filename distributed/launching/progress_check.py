@@ -45,9 +45,7 @@ class ProgressCheck:
             self._nodes = NodeReports(request.node_rank, request.monitor_interval, board, ask, rendezvous.send)
             reports, place = self._nodes.workers, f" on node {request.node_rank}"
             rendezvous.exchange(self._nodes)
-        self._hangs = HangCheck(
-            request, run, reports, self._inspect, lambda rank: node_of(rank)[0], place, sees_all=self._sees_all
-        )
+        self._hangs = HangCheck(request, run, reports, self._inspect, lambda rank: node_of(rank)[0], place)
         self._slow = SlowCheck(run, display, reports, node_of)
 
     def begin(self, ranks: Mapping[int, int]) -> None:
@@ -79,9 +77,10 @@ class ProgressCheck:
 
         Node 0 looks at the workers of all nodes, another node at its own.
         """
-        is_of_all = self._nodes is not None and self._sees_all
-        ranks = self._nodes.last_watched - self._failed if is_of_all and self._nodes is not None else self._own
-        found = self._hangs.find_late(ranks)
+        ranks = self._own
+        if self._nodes is not None and self._sees_all:
+            ranks = self._nodes.last_watched - self._failed
+        found = self._hangs.find_late(ranks, sees_all=self._nodes is None)
         if found is None or found.rank in self._ranks.values():
             return found
         node = self._rendezvous.round.ranks[found.rank // len(self._ranks)]  # each node has as many workers
@@ -110,6 +109,6 @@ class ProgressCheck:
         others, own = self._rendezvous, self._own
 
         def is_over() -> bool:
-            return bool(others.ended or others.num_nodes_waiting() or others.is_regroup or self._own != own)
+            return bool(others.is_over or others.num_nodes_waiting() or others.is_regroup or self._own != own)
 
         return self._nodes.inspect(pids, is_over)

@@ -130,6 +130,11 @@ class OneNode(RendezvousHandler):
         """Why another node ended the run, or None."""
         return None
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether the run has ended, see `NodeLink.is_over`."""
+        return False
+
     def fail(self, cause: str, code: int) -> None:
         """Tell the other nodes that this one has failed and is not restarted."""
 
@@ -221,6 +226,10 @@ class ManyNodes(OneNode):
     @property
     def ended(self) -> NodesEndedError | None:
         return self._link.ended
+
+    @property
+    def is_over(self) -> bool:
+        return self._link.is_over
 
     def exchange(self, reports: NodeReports) -> None:
         self._link.on_request, self._take_report = reports.obey, reports.add

@@ -46,12 +46,14 @@ class ProcessStacks:
         stacks: the stacks of its threads, or "" if it did not answer.
         why_silent: why it did not answer, or "" if it did or if that is not known.
         from_outside: the stacks that py-spy sees if it did not answer, or "".
+        was_asked: whether it was asked, as far as that is known.
     """
 
     pid: int
     stacks: str
     why_silent: str = ""
     from_outside: str = ""
+    was_asked: bool = True
 
     @classmethod
     def of(cls, pid: int, stacks: str) -> ProcessStacks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,24 +17,24 @@ from distributed.launching.stacks import ProcessStacks
 _ANSWER_S = 30.0  # time for all workers to send their stacks, also if py-spy has to look at some processes from outside
 _LOOK_S = 0.25  # seconds between two looks whether the answers are still wanted
 _MOST_LOADERS = 1000  # loader processes of a worker
-_MOST_CHARACTERS = 80_000  # of the stacks of one process, so that a line is shorter than `LINE_BYTES`
+_MOST_BYTES = 400_000  # of a text in JSON, so that a line with two of them is shorter than `LINE_BYTES`
+_MOST_CHARACTERS = 80_000  # of the stacks of one process
+_FEWER_CHARACTERS = 30_000  # if JSON needs up to 12 bytes for each of them
 
 
 class WorkerReports(Reports):
-    """Keep the reports of the workers of an attempt, by rank.
-
-    Any thread may call any method, but only one at a time `inspect`.
+    """Keep the reports of the workers of an attempt, by rank. Only one thread may call `inspect`, and any thread the other methods.
 
     Args:
         ask: called with a command that all reporters of workers receive.
-        reporter: what sends the reports of a worker, as messages name it.
+        missing: returns what takes the place of the stacks of a worker that does not answer, when called with its process id.
 
     Attributes:
         attempt: the number of attempts that have begun.
     """
 
-    def __init__(self, ask: Callable[..., None], reporter: str = "Ray worker") -> None:
-        self._ask, self._reporter = ask, reporter
+    def __init__(self, ask: Callable[..., None], missing: Callable[[int], ProcessStacks]) -> None:
+        self._ask, self._missing = ask, missing
         self._changed = threading.Condition()
         self._values: dict[int, list[int]] = {}
         self._crashes: dict[int, str] = {}
@@ -107,8 +108,9 @@ class WorkerReports(Reports):
             return {rank: WorkerStacks(self._of(rank, pid), self._loaders.get(rank, [])) for rank, pid in pids.items()}
 
     def _of(self, rank: int, pid: int) -> ProcessStacks:
-        why = "it has ended" if rank in self._ended else f"its {self._reporter} does not answer"
-        return self._processes.get(rank) or ProcessStacks(pid, "", why)
+        if rank in self._processes:
+            return self._processes[rank]
+        return ProcessStacks(pid, "", "it has ended") if rank in self._ended else self._missing(pid)
 
 
 def checked_values(values: Any) -> list[int]:
@@ -120,11 +122,13 @@ def checked_values(values: Any) -> list[int]:
 
 
 def _stacks_in(fields: Any) -> ProcessStacks:
-    """Return the stacks in the `fields` of an answer. Raises TypeError if they have another form."""
+    """Return the stacks in the `fields` of an answer. Raises TypeError or ValueError if they have another form."""
     process = ProcessStacks(**fields)
     texts = (process.stacks, process.why_silent, process.from_outside)
     if not isinstance(process.pid, int) or not all(isinstance(text, str) for text in texts):
         raise TypeError("a worker sends its process id and texts")
+    for text in texts:
+        text.encode()  # a text with half a surrogate pair could not be written to a file
     return process
 
 
@@ -140,10 +144,15 @@ def answers_of(worker: WorkerStacks) -> Iterator[dict[str, Any]]:
 
 
 def _fields_of(process: ProcessStacks) -> dict[str, Any]:
-    cut = {"stacks": end_of(process.stacks), "from_outside": process.from_outside[:_MOST_CHARACTERS]}
+    cut = {"stacks": end_of(process.stacks), "from_outside": _begin_of(process.from_outside)}
     return {**dataclasses.asdict(process), **cut}
 
 
 def end_of(stacks: str) -> str:
     """Return the end of long stacks: faulthandler writes the main thread last."""
-    return stacks[-_MOST_CHARACTERS:]
+    return _begin_of(stacks[::-1])[::-1]
+
+
+def _begin_of(text: str) -> str:
+    begin = text[:_MOST_CHARACTERS]
+    return begin if len(json.dumps(begin)) <= _MOST_BYTES else begin[:_FEWER_CHARACTERS]

@@ -47,13 +47,13 @@ def test_the_rank_that_is_behind_is_named_and_not_those_that_wait_for_it():
     progress = {0: at(31, 8), 1: at(28, 7, CALLBACKS), 2: at(31, 8)}
     assert watched(watch, 2.9, progress) is None
     found = watched(watch, 0.2, progress)
-    assert found.ranks == (1,) and found.progress.words == "in step 7 (callbacks)"
+    assert found.ranks == (1,) and found.has_others_ahead and found.progress.words == "in step 7 (callbacks)"
     assert found.still_s == pytest.approx(3.1)
 
 
 def test_ranks_at_the_same_place_are_all_suspects():
     found = watched(HangWatch(3.0), 3.1, {0: at(31, 8), 1: at(31, 8)})
-    assert found.ranks == (0, 1)
+    assert found.ranks == (0, 1) and not found.has_others_ahead
 
 
 def test_a_rank_that_moves_is_not_named_nor_those_that_wait_for_it():
@@ -101,7 +101,8 @@ def test_saves_between_updates_do_not_make_the_limit_longer():
     assert watched(watch, 2.2, {0: at(100, 30)}).ranks == (0,)
 
 
-ALL, ONE = Suspects((0, 1, 2), at(31, 8), 3.0), Suspects((2,), at(31, 8), 3.0)
+ALL, ONE = Suspects((0, 1, 2), at(31, 8), 3.0, False), Suspects((2,), at(31, 8), 3.0, True)
+ALONE = Suspects((2,), at(31, 8), 3.0, False)
 
 
 @pytest.mark.parametrize(
@@ -122,17 +123,22 @@ def test_one_rank_is_singled_out_if_something_sets_it_apart(suspects, silent, wa
 
 
 @pytest.mark.parametrize(
-    ("silent", "waiting", "found"), [([], [2], None), ([2], [], 2), ([], [], 2)], ids=["waits", "silent", "elsewhere"]
+    ("suspects", "silent", "waiting", "found"),
+    [(ALONE, [], [2], None), (ALONE, [2], [], 2), (ALONE, [], [], 2), (ONE, [], [2], 2)],
+    ids=["waits", "silent", "elsewhere", "behind"],
 )
-def test_one_rank_that_may_wait_for_another_node_is_not_singled_out(silent, waiting, found):
-    assert culprit(ONE, silent, waiting, sees_all=False) == found
+def test_one_rank_that_may_wait_for_another_node_is_not_singled_out(suspects, silent, waiting, found):
+    assert culprit(suspects, silent, waiting, sees_all=False) == found
 
 
 def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():
     watch = HangWatch(60.0)
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, Phase.SAVING, is_slow=True), 2: at(31, 8)})
     found = watch.standing([1, 2], 2.0)
-    assert found.ranks == (1,) and watch.standing([2], 2.0).ranks == (2,)
+    assert found.ranks == (1,) and found.has_others_ahead
+    assert (
+        watch.standing([2], 2.0).ranks == (2,) and not watch.standing([2], 2.0).has_others_ahead
+    )  # it may have waited too
     watched(watch, 2.0, {0: at(31, 8), 1: at(29, 8, timeout_s=2.0), 2: at(31, 8)})
     assert watch.standing([1, 2], 300.0).ranks == (1,)  # the script has set another limit
     assert watch.standing([2], 300.0) is None and watch.standing([], 0.0) is None
@@ -435,6 +441,7 @@ def test_one_rank_that_collectives_have_waited_for_is_named_without_its_stacks(c
     assert (late.rank, late.message) == (1, "rank 1 hangs in step 8 (training): no progress for 6 s (timeout_s=5)")
     train(board, 9, 9)
     assert stand(board, clock, found, 6) is None and found.find_late([0, 1]) is None  # either may be the cause
+    assert found.find_late([1]) is None  # it may have waited too
 
 
 def test_ranks_that_go_on_while_their_stacks_are_read_do_not_hang(check, tmp_path):
@@ -474,6 +481,29 @@ def test_a_hang_is_found_again_only_after_as_many_seconds(check):
     found, begin = make(hang_timeout=2.0), clock[0]
     assert stand(board, clock, found, 3) is not None and stand(board, clock, found, 1.8) is None
     assert stand(board, clock, found, 1) is not None and clock[0] - begin > 4
+
+
+def test_a_rank_that_was_not_asked_for_its_stacks_does_not_count_as_stopped(check):
+    make, board, clock = check
+    train(board, 9, 9)
+
+    def inspect(pids):
+        line = main_thread(("/home/me/train.py", "evaluate"))
+        return {
+            0: WorkerStacks(answer(1, line), []), 1: WorkerStacks(ProcessStacks(2, "", "its launcher does not answer", was_asked=False), [])
+        }  # fmt: skip
+
+    assert stand(board, clock, make(inspect, hang_timeout=2.0), 3).rank == 0
+
+
+def test_the_limit_stays_as_long_after_a_hang_as_the_updates_take(check):
+    make, board, clock = check
+    found = make(hang_timeout=2.0)
+    for step in range(10, 20):
+        train(board, step, step)
+        assert stand(board, clock, found, 1.5) is None
+    assert stand(board, clock, found, 7.6) is not None
+    assert stand(board, clock, found, 7.0) is None and stand(board, clock, found, 0.7) is not None
 
 
 def test_nobody_is_blamed_while_the_stacks_are_not_known(check, tmp_path):

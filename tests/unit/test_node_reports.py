@@ -108,8 +108,10 @@ def test_the_workers_of_a_node_that_is_done_do_not_count(nodes: Nodes, monkeypat
         nodes.report()
         nodes.all[node]._next_report = 0.0
         nodes.all[node].report({}, is_done=True)
-        clock = node_reports.time.monotonic() + 1.0
+        clock = node_reports.time.monotonic() + 10.0
         monkeypatch.setattr(node_reports.time, "monotonic", lambda clock=clock: clock)
+        other = nodes.all[1 - node]
+        assert other.report({index: 2 - 2 * node + index for index in (0, 1)}, is_done=False)
         assert nodes.all[0].watched == {2 - 2 * node, 3 - 2 * node}
 
 
@@ -130,6 +132,7 @@ def test_stacks_are_not_known_if_a_node_is_silent_or_they_are_not_wanted_any_mor
     monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 0.5)
     found = nodes.all[0].inspect(PIDS, lambda: False)  # node 1 has reported just now, but does not answer
     assert [worker.process.why for worker in found.values()][2:] == [", its launcher does not answer"] * 2
+    assert [worker.process.was_asked for worker in found.values()] == [True, True, False, False]
     assert found[1].process.stacks
     clock = node_reports.time.monotonic() + 10
     monkeypatch.setattr(node_reports.time, "monotonic", lambda: clock)
@@ -150,15 +153,17 @@ def test_a_node_that_is_asked_again_while_it_answers_answers_the_newest_request(
     def slowly(ranks: Any) -> Any:
         asked.append(threading.current_thread().name)
         if len(asked) == 1:
-            one.obey({"op": "stacks", "number": 2})
+            one.obey({"op": "stacks", "round": 1, "number": 2})
         return own_stacks(ranks)
 
     monkeypatch.setattr(one, "own_stacks", slowly)
     nodes.all[0].workers._number = 1  # so that the next request has the number 2
-    one.obey({"op": "stacks", "number": 1})
+    one.obey({"op": "stacks", "round": 1, "number": 1})
     assert len(nodes.all[0].inspect(PIDS, lambda: False)) == 4
     poll(lambda: not one._is_answering, 10, lambda: "it still answers")
     assert 2 <= len(asked) <= 3
+    one.obey({"op": "stacks", "round": 2, "number": 3})  # of another attempt
+    assert not one._is_answering
 
 
 def test_the_node_of_a_worker_that_hangs_learns_what_node_0_found(nodes: Nodes) -> None:

@@ -156,7 +156,7 @@ def test_nobody_is_blamed_while_a_node_is_silent(nodes: Nodes) -> None:
     nodes.stand(60)
     assert nodes.blamed() == []
     nodes.links[1].is_connected = True
-    nodes.stand(5)
+    nodes.stand(3.5)
     assert len(nodes.blamed()) == 1
 
 
@@ -197,6 +197,35 @@ def test_node_0_names_the_rank_of_another_node_for_which_its_own_have_waited(nod
     assert found.message.startswith(
         "rank 3 on node 1 hangs in step 8 (saving a checkpoint): no progress for 8 s (timeout_s=9)"
     )
+
+
+def test_node_0_names_no_rank_of_another_node_that_may_have_waited_itself(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks 0 and 1 have failed. Node 1 has ended its own meanwhile, without a word."""
+    nodes.mark(9, 9, 9, 9)
+    for heart in nodes.hearts:
+        heart.mark(Phase.SAVING, 9, is_slow=True)
+    nodes.stand(9)
+    nodes.fail(0, 0)
+    nodes.fail(0, 1)
+    monkeypatch.setattr(Link, "num_nodes_waiting", lambda self: 1)
+    assert nodes.checks[0].find_late() is None
+
+
+def test_a_rank_that_goes_on_while_the_stacks_are_read_is_not_blamed(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.mark(9, 8, 9, 9)
+    write = nodes.write
+
+    def late(board: Board) -> None:
+        nodes.hearts[1].mark(Phase.CALLBACKS, 8)
+        write(board)
+
+    monkeypatch.setattr(nodes, "write", late)
+    nodes.stand(6)
+    assert nodes.blamed() == []
 
 
 def test_another_node_names_its_own_rank_for_which_others_have_waited(nodes: Nodes, tmp_path: Path) -> None:

@@ -207,7 +207,7 @@ from distributed.launching.worker_reports import WorkerReports
 from distributed.backends._ray.rendezvous import RendezvousServer, connect
 from distributed.launching.stopping import Signals, Stop
 
-begun, ends, reports = queue.Queue(), queue.Queue(), WorkerReports(print)
+begun, ends, reports = queue.Queue(), queue.Queue(), WorkerReports(print, print)
 events, _ = os.pipe()
 with Signals() as signals:
     end = lambda op, local_rank, status, time, is_lost: ends.put((local_rank, status, is_lost))

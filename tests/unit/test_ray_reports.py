@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -17,10 +18,12 @@ import pytest
 
 from distributed.backends._ray.launch import _Launch
 from distributed.backends._ray.rendezvous import LauncherConnections, seals
-from distributed.backends._ray.reports import ProcessReporter
+from distributed.backends._ray.reports import ProcessReporter, missing
 from distributed.launching.heartbeat import NUM_VALUES, Board, Phase
-from distributed.launching.stacks import line_in_script
-from distributed.launching.worker_reports import WorkerReports
+from distributed.launching.loader_stacks import WorkerStacks
+from distributed.launching.seal import LINE_BYTES
+from distributed.launching.stacks import ProcessStacks, line_in_script
+from distributed.launching.worker_reports import WorkerReports, answers_of
 from distributed.runs.processes import descendants
 from tests.conftest import poll
 
@@ -68,7 +71,7 @@ def reported(
     board, seal = Board(1), seals("token", "worker")
     process = subprocess.Popen([sys.executable, str(script), str(board.files), what], pass_fds=board.files)
     reporter = ProcessReporter(LauncherConnections({"commands": there}, *seals("token", "worker")), process, board)
-    reports = WorkerReports(lambda op, number: reporter.send_stacks(number))
+    reports = WorkerReports(lambda op, number: reporter.send_stacks(number), missing)
 
     def listen() -> None:
         with here.makefile("rb") as lines:
@@ -157,7 +160,7 @@ def test_nobody_waits_for_a_worker_that_has_ended_or_an_attempt_that_is_over(wha
     def ask(**_: Any) -> None:
         reports.end(3) if what == "end" else reports.begin()
 
-    reports = WorkerReports(ask)
+    reports = WorkerReports(ask, missing)
     (worker,) = reports.inspect({3: 99}).values()  # else it takes 30 s
     assert worker.process.stacks == "" and (worker.process.why == ", it has ended") == (what == "end")
 
@@ -166,7 +169,7 @@ def test_nobody_waits_for_a_worker_that_has_ended_or_an_attempt_that_is_over(wha
 def test_a_hang_of_an_attempt_that_is_over_is_not_blamed_on_the_next_one(begins):
     blamed: list[Any] = []
 
-    reports = WorkerReports(lambda **_: None)
+    reports = WorkerReports(lambda **_: None, missing)
 
     class Hangs:
         def find(self, ranks: Any) -> str:
@@ -183,7 +186,7 @@ def test_a_hang_of_an_attempt_that_is_over_is_not_blamed_on_the_next_one(begins)
 
 
 def test_no_attempt_begins_while_a_hang_is_blamed():
-    reports, ends = WorkerReports(lambda **_: None), list[int]()
+    reports, ends = WorkerReports(lambda **_: None, missing), list[int]()
     begin = threading.Thread(target=lambda: (reports.begin(), ends.append(reports.attempt)))
     with reports.held(0) as is_same:
         begin.start()
@@ -197,14 +200,15 @@ def test_no_attempt_begins_while_a_hang_is_blamed():
 
 def test_a_worker_that_does_not_answer_is_told_from_a_process_that_does_not(monkeypatch):
     monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 0.1)
-    (worker,) = WorkerReports(lambda **_: None).inspect({3: 99}).values()
+    (worker,) = WorkerReports(lambda **_: None, missing).inspect({3: 99}).values()
     assert worker.process.pid == 99 and worker.process.why == ", its Ray worker does not answer"
 
 
 def test_a_late_answer_to_an_earlier_request_is_not_used(monkeypatch):
     monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 0.1)
     stacks = {"pid": 99, "stacks": "Thread 0x1", "why_silent": "", "from_outside": ""}
-    reports = WorkerReports(lambda op, number: reports.add(0, {"stacks": stacks, "number": number - 1, "loader": None}))
+    late = {"stacks": stacks, "loader": None}
+    reports = WorkerReports(lambda op, number: reports.add(0, {**late, "number": number - 1}), missing)
     (worker,) = reports.inspect({0: 99}).values()
     assert worker.process.stacks == ""
 
@@ -216,7 +220,8 @@ def test_a_late_answer_to_an_earlier_request_is_not_used(monkeypatch):
         {"values": [9] * NUM_VALUES}, {"values": [1] * (NUM_VALUES - 1) + [1 << 63]},
         {"stacks": {}},
         {"stacks": {"pid": 1}, "number": 1, "loader": None}, {"stacks": {"pid": 1, "stacks": ["a"]}, "number": 1, "loader": None},
-        {"stacks": {"pid": "1", "stacks": ""}, "number": 1, "loader": None}, {"values": [-1] * NUM_VALUES},
+        {"stacks": {"pid": "1", "stacks": ""}, "number": 1, "loader": None},
+        {"stacks": {"pid": 1, "stacks": "\ud800"}, "number": 1, "loader": None}, {"values": [-1] * NUM_VALUES},
     ],
 )  # fmt: skip
 def test_what_no_worker_sends_is_refused(answer):
@@ -229,14 +234,24 @@ def test_what_no_worker_sends_is_refused(answer):
             refused.append(error)
         reports.end(0)
 
-    reports = WorkerReports(ask)
+    reports = WorkerReports(ask, missing)
     (worker,) = reports.inspect({0: 99}).values()
     assert len(refused) == 1 and worker.process.stacks == "" and reports.progress(0).beats == 0
 
 
 def test_the_next_attempt_begins_with_nothing():
-    reports = WorkerReports(lambda **_: None)
+    reports = WorkerReports(lambda **_: None, missing)
     reports.add(0, {"values": [1] * NUM_VALUES, "crash": "Fatal"})
     assert reports.progress(0).beats == 1 and reports.crash(0) == "Fatal"
     reports.begin()
     assert reports.progress(0).beats == 0 and reports.crash(0) == ""
+
+
+@pytest.mark.parametrize(("character", "most"), [("x", 80_000), ("\N{MATHEMATICAL BOLD CAPITAL A}", 30_000)])
+def test_long_stacks_are_cut_so_that_a_line_has_room_for_them(character, most):
+    text = character * 100_000
+    process = ProcessStacks(1, f"{text}end", "", f"begin{text}")
+    (answer,) = answers_of(WorkerStacks(process, []))
+    assert answer["stacks"]["stacks"] == character * (most - 3) + "end"
+    assert answer["stacks"]["from_outside"] == "begin" + character * (most - 5)
+    assert len(json.dumps(answer)) < LINE_BYTES

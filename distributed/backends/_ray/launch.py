@@ -26,6 +26,7 @@ from distributed.backends._ray.cluster import LOOK_S, Cluster
 from distributed.backends._ray.hellos import environments_of, gpus_beside, node_names, objection
 from distributed.backends._ray.patience import Patience
 from distributed.backends._ray.rendezvous import RendezvousServer, WorkerConnections, attach
+from distributed.backends._ray.reports import missing
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launching.elastic import WorkerCount
 from distributed.launching.environments.base import WorkerEnvironment
@@ -101,7 +102,7 @@ class _Launch:
         self._channel, side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._output = WorkerOutput(run, display, side, self._take, Epochs(self._report))
         self._stop = Stop(request.timeout_s)
-        self._reports = WorkerReports(lambda **command: self._server.send_to_all(**command))
+        self._reports = WorkerReports(lambda **command: self._server.send_to_all(**command), missing)
         self._server = RendezvousServer(
             signals, self._stop, self._send, self._begin, self._reports.add, self._add_news
         )  # fmt: skip

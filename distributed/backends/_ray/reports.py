@@ -11,6 +11,7 @@ from typing import Any
 from distributed.backends._ray.rendezvous import LauncherConnections
 from distributed.launching.heartbeat import STACKS_SIGNAL, Board
 from distributed.launching.loader_stacks import stacks_of_workers
+from distributed.launching.stacks import ProcessStacks
 from distributed.launching.worker_reports import answers_of, end_of
 from distributed.runs.processes import handles, is_running
 
@@ -82,3 +83,8 @@ class ProcessReporter:
     def _ask(self) -> None:
         if handles(self._process.pid, STACKS_SIGNAL):  # not yet while the process starts
             self._process.send_signal(STACKS_SIGNAL)
+
+
+def missing(pid: int) -> ProcessStacks:
+    """Return what takes the place of the stacks of a training process whose Ray worker does not answer."""
+    return ProcessStacks(pid, "", "its Ray worker does not answer")
