@@ -6,7 +6,6 @@ so it alone decides which of them hangs, and tells the launcher that has started
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import threading
@@ -129,8 +128,13 @@ class NodeReports:
                     return
                 at_work = self._heard[self._node][1] if self._node in self._heard else frozenset()
                 ranks = {index: rank for index, rank in self._ranks.items() if rank in at_work}
-            with contextlib.suppress(OSError):  # the workers have been ended meanwhile
+            try:
                 self._send_stacks(ranks, *asked)
+            except OSError:  # the workers or the run have been ended meanwhile
+                pass
+            except BaseException:
+                self._is_answering = False
+                raise
             answered = asked
 
     def _send_stacks(self, ranks: Mapping[int, int], begun: int, number: int) -> None:

@@ -62,6 +62,7 @@ class Nodes:
 def nodes() -> Iterator[Nodes]:
     made = Nodes()
     yield made
+    poll(lambda: not any(each._is_answering for each in made.all), 10, lambda: "a thread still answers")
     for board in made.boards:
         board.close()
 

@@ -20,6 +20,7 @@ from distributed.launching.request import LaunchRequest
 from distributed.launching.verdicts import Verdicts
 from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
+from tests.conftest import poll
 
 STACKS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3 in evaluate\n'
 
@@ -124,6 +125,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     made = Nodes(tmp_path)
     monkeypatch.setattr(hang_check.time, "monotonic", lambda: made.now)
     yield made
+    poll(lambda: not any(each.reports._is_answering for each in made.links), 10, lambda: "a thread still answers")
     for board in made.boards:
         board.close()
 
