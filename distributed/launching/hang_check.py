@@ -56,7 +56,7 @@ class HangCheck:
     def find(self, ranks: Collection[int]) -> Failure | None:
         """Return the failure of a worker that hangs, or None. `ranks` are those of all workers that are at work.
 
-        If the worker then goes on to stand still, it is found again after the same time.
+        A worker that was found and does not move is found again after as much time as before.
         """
         suspects = self.follow(ranks) if self._request.hang_timeout else None
         if suspects is None:
@@ -64,23 +64,23 @@ class HangCheck:
         limit, slow = f"hang_timeout={self._request.hang_timeout:g}", self._request.hang_timeout_slow
         if suspects.progress.is_slow:
             limit = f"{SLOW} times {limit}" if slow is None else f"hang_timeout_slow={slow:g}"
-        if (found := self._judge(suspects, ranks, limit, sees_all=True)) is not None:
+        if (found := self._judge(suspects, ranks, limit)) is not None:
             self._watch.forgive()
         return found
 
-    def find_late(self, ranks: Collection[int], *, sees_all: bool = True) -> Failure | None:
+    def find_late(self, ranks: Collection[int], *, may_wait_elsewhere: bool = False) -> Failure | None:
         """Return the failure of a worker for which others have waited longer than `timeout_s`, or None.
 
         Args:
             ranks: those of the workers that may be at work.
-            sees_all: whether it is known which workers of other nodes have failed, if there are any.
+            may_wait_elsewhere: whether they may wait for workers that are not in `ranks`, or may have failed without a report so far.
         """
         limit_s = self._request.timeout_s
         suspects = self._watch.standing(ranks, limit_s) if self._request.hang_timeout else None
         if suspects is None:
             return None
         limit = f"timeout_s={suspects.progress.timeout_s or limit_s:g}"
-        found = self._judge(suspects, ranks, limit, sees_all=sees_all)
+        found = self._judge(suspects, ranks, limit, may_wait_elsewhere=may_wait_elsewhere)
         # The node of a worker may already have ended it, so that its stacks are not known.
         if found is None and len(suspects.ranks) == 1 and suspects.has_others_ahead and self._stand(suspects):
             rank = suspects.ranks[0]
@@ -89,7 +89,9 @@ class HangCheck:
             )
         return found
 
-    def _judge(self, suspects: Suspects, ranks: Collection[int], limit: str, *, sees_all: bool) -> Failure | None:
+    def _judge(
+        self, suspects: Suspects, ranks: Collection[int], limit: str, *, may_wait_elsewhere: bool = False
+    ) -> Failure | None:
         """Ask for the stacks, keep them, and name the worker that hangs, or the first of several that stand still.
 
         `limit` is the setting that they have exceeded. Return None if the stacks are not known, if the suspects went on meanwhile, or if
@@ -104,7 +106,9 @@ class HangCheck:
         unknown = [rank for rank in silent if not workers[rank].process.was_asked]
         waiting = [*unknown, *(rank for rank, worker in workers.items() if waits_in(worker.process.stacks))]
         where = _where(suspects, limit)
-        found = culprit(suspects, [rank for rank in silent if rank not in unknown], waiting, sees_all=sees_all)
+        found = culprit(
+            suspects, [rank for rank in silent if rank not in unknown], waiting, may_wait_elsewhere=may_wait_elsewhere
+        )
         if found is not None:
             process, loader = workers[found].process, awaited(workers[found])
             script, why = line_in_script(process.stacks), process.why
@@ -113,7 +117,7 @@ class HangCheck:
                 why = f", its loader process {loader.number} stands still{loader.process.why}"
             text = f"rank {found}{self._on_node(found)} hangs {where}{why}{kept}"
             return _failure(found, text, suspects.progress, script)
-        if not sees_all:
+        if may_wait_elsewhere:
             return None
         names = ", ".join(map(str, suspects.ranks))
         text = f"ranks {names} stand still {where}, and none of them could be singled out as the cause{kept}"

@@ -27,7 +27,7 @@ class _Seen:
 
 @dataclasses.dataclass(frozen=True)
 class Suspects:
-    """Workers that stand still while all others wait for them.
+    """The workers with the least progress of those that stand still.
 
     Attributes:
         ranks: the ranks of the workers; several if they have made the same progress.
@@ -123,16 +123,18 @@ class HangWatch:
         return max(self._slow_s if progress.is_slow else self._timeout_s, _STEPS * usual_s)
 
 
-def culprit(suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *, sees_all: bool = True) -> int | None:
+def culprit(
+    suspects: Suspects, silent: Sequence[int], waiting: Sequence[int], *, may_wait_elsewhere: bool = False
+) -> int | None:
     """Return the rank of the worker that the others wait for, or None if that cannot be decided.
 
     Args:
         suspects: the workers with the least progress.
         silent: the ranks of workers that did not answer the request for their stack, because they are stopped or wait for a device.
         waiting: the ranks of workers whose stack says that they wait for others, or whose stack is not known.
-        sees_all: whether the suspects can only wait for each other. Otherwise, they may wait for a worker that is not watched.
+        may_wait_elsewhere: whether the suspects may wait for a worker that is not watched, and not only for each other.
     """
-    if len(suspects.ranks) == 1 and (sees_all or suspects.has_others_ahead):
+    if len(suspects.ranks) == 1 and (suspects.has_others_ahead or not may_wait_elsewhere):
         return suspects.ranks[0]
     if found := [rank for rank in suspects.ranks if rank in silent]:
         return found[0]

@@ -171,8 +171,9 @@ class Heartbeat:
 
     def waited(self, seconds: float, updates: int) -> None:
         """Report that this rank has waited for others for `seconds` in each of the last `updates` updates."""
-        self._slot[_WAITED_NS] += int(1e9 * seconds * updates)
-        self._slot[_MEASURED] += updates
+        # A launcher refuses negative values, and the clock of a device may run backwards.
+        self._slot[_WAITED_NS] += max(0, int(1e9 * seconds * updates))
+        self._slot[_MEASURED] += max(0, updates)
 
     @property
     def progress(self) -> Progress:

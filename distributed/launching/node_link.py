@@ -360,9 +360,8 @@ class NodeLink:
                 for message in connection.receive() if has_message else ():
                     heard = time.monotonic()
                     self._take(message)
-            if (
-                connection.num_unsent
-            ):  # after reading, because the other end may have closed the connection after its last message
+            # This comes after reading, because the other end may have closed the connection after its last message.
+            if connection.num_unsent:
                 with self._changed:
                     connection.flush()
                     self._changed.notify_all()
@@ -401,6 +400,7 @@ class NodeLink:
                 case "stacks" | "hang":
                     self.on_request(message)
                 case "gone":
+                    self.on_request(message)
                     text = f"{message['node']} {message['how']}: going on without it"
                     self._on_event({"kind": "warning", "text": text})
                 case "all done":

@@ -21,9 +21,7 @@ from distributed.launching.stacks import ProcessStacks
 from distributed.launching.worker_reports import WorkerReports, answers_of, checked_values
 
 REPORT_S = 0.5  # seconds between two reports of a node
-_FRESH_S = (
-    2.0  # seconds after which a report is too old to tell whether a worker stands still, if the launcher looks often
-)
+_FRESH_S = 2.0  # seconds after which a report is too old to tell whether a worker stands still
 _PATIENCE_S = 10.0  # seconds for which an answer waits until earlier ones have been sent
 _HANG = ("rank", "message", "reached", "phase", "location")  # the fields of a Failure that are sent
 
@@ -48,16 +46,20 @@ class NodeReports:
         node: the number of this node.
         monitor_interval: seconds between two looks of a launcher.
         board: the progress and the stacks of the workers of this node.
-        ask: makes these workers write their stacks.
+        watched: returns the workers of this node that are at work: their local ranks, and their ranks.
+        ask: makes the workers write their stacks.
         send: see `Send`.
 
     Attributes:
         workers: the reports of the workers by rank: on node 0 those of all nodes, on another node those of its own.
     """
 
-    def __init__(self, node: int, monitor_interval: float, board: Board, ask: Callable[[], None], send: Send) -> None:
+    def __init__(
+        self, node: int, monitor_interval: float, board: Board, watched: Callable[[], Mapping[int, int]], ask: Callable[[], None],
+        send: Send,
+    ) -> None:  # fmt: skip
         self._node, self._fresh_s = node, _FRESH_S + monitor_interval
-        self._board, self._ask, self._send = board, ask, send
+        self._board, self._own_watched, self._ask, self._send = board, watched, ask, send
         self.workers = WorkerReports(self._ask_all, _missing)
         self._lock = threading.Lock()
         self._number = 0  # of the round
@@ -67,7 +69,7 @@ class NodeReports:
         # By node: the time of its newest report, or infinity if all its workers have ended, and the ranks at work.
         self._heard: dict[int, tuple[float, frozenset[int]]] = {}
         self._hang: Failure | None = None
-        self._asked = 0  # the newest request for stacks
+        self._asked = 0, 0  # the newest request for stacks: the numbers of its round and of the request
         self._is_answering = False
 
     def begin(self, begun: Round, ranks: Mapping[int, int]) -> None:
@@ -79,18 +81,16 @@ class NodeReports:
 
     # what each node does
 
-    def report(self, watched: Mapping[int, int], *, is_done: bool) -> bool:
+    def report(self, *, is_done: bool) -> bool:
         """Report the workers that are at work, if it is time, and return whether it was.
 
-        Args:
-            watched: the local ranks of these workers, and their ranks.
-            is_done: whether all workers of this node have ended without a failure.
+        `is_done` tells whether all workers of this node have ended without a failure.
         """
         now = time.monotonic()
         if now < self._next_report:
             return False
         self._next_report = now + REPORT_S
-        values = {str(rank): self._board.values(index) for index, rank in watched.items()}
+        values = {str(rank): self._board.values(index) for index, rank in self._own_watched().items()}
         message: dict[str, Any] = {"round": self._number, "workers": values, "done": is_done}
         self.add(self._node, {"op": "progress", **message})
         if self._node:
@@ -106,10 +106,12 @@ class NodeReports:
     def obey(self, message: Mapping[str, Any]) -> None:
         """Handle a message of node 0. Returns at once. May be called from any thread."""
         with self._lock:
-            if message["round"] != self._number:
+            if message["op"] == "gone":  # the others go on without this node, perhaps in the same attempt
+                self._heard[message["rank"]] = math.inf, frozenset()
+            elif message["round"] != self._number:
                 return
-            if message["op"] == "stacks":
-                self._asked = message["number"]
+            elif message["op"] == "stacks":
+                self._asked = self._number, message["number"]
                 if not self._is_answering:
                     self._is_answering = True
                     threading.Thread(target=self._answer, name="stacks for node 0", daemon=True).start()
@@ -122,25 +124,33 @@ class NodeReports:
         answered = None
         while True:
             with self._lock:
-                asked = self._number, self._asked
-                if asked == answered:
+                asked = self._asked
+                if asked == answered or asked[0] != self._number:
                     self._is_answering = False
                     return
-                at_work = self._heard[self._node][1] if self._node in self._heard else frozenset()
-                ranks = {index: rank for index, rank in self._ranks.items() if rank in at_work}
             try:
-                self._send_stacks(ranks, *asked)
+                self._send_stacks(*asked)
             except OSError:  # the workers or the run have been ended meanwhile
                 pass
             except BaseException:
-                self._is_answering = False
+                with self._lock:
+                    self._is_answering = False
                 raise
             answered = asked
 
-    def _send_stacks(self, ranks: Mapping[int, int], begun: int, number: int) -> None:
-        for rank, worker in self.own_stacks(ranks).items():
-            for answer in answers_of(worker):
-                message = {"round": begun, "rank": rank, "number": number, **answer}
+    def _send_stacks(self, begun: int, number: int) -> None:
+        if not (ranks := self._own_watched()):
+            return
+        found = self.own_stacks(ranks)
+        for rank in self._own_watched().values():  # not those that have failed meanwhile, and could not answer
+            for answer in answers_of(found[rank]) if rank in found else ():
+                message = {
+                    "round": begun,
+                    "rank": rank,
+                    "number": number,
+                    "values": self.workers.values(rank),
+                    **answer,
+                }
                 if self._node:
                     self._send("answer", _PATIENCE_S, **message)
                 else:
@@ -165,7 +175,7 @@ class NodeReports:
             if message["round"] != self._number or node not in self._nodes:
                 return
             if message["op"] == "answer":
-                answer = {name: message[name] for name in ("stacks", "number", "loader")}
+                answer = {name: message[name] for name in ("values", "stacks", "number", "loader")}
                 self.workers.add(self._checked(message["rank"], node), answer)
                 return
             workers = {
@@ -173,6 +183,8 @@ class NodeReports:
             }
             for rank, values in workers.items():
                 self.workers.add(rank, {"values": values})
+            for rank in self._heard.get(node, (0.0, frozenset()))[1] - workers.keys():
+                self.workers.end(rank)
             self._heard[node] = (math.inf if message["done"] else time.monotonic(), frozenset(workers))
 
     def _checked(self, rank: Any, node: int) -> int:

@@ -341,7 +341,7 @@ class Rounds:
             if member.is_regroup and self._taking_part.get(rank) == member.id:  # it has left, and all workers know
                 del self._taking_part[rank]
         if takes_part and self._is_trained and self._min_nodes < self._num_nodes:
-            self.send({"op": "gone", "node": name, "how": how}, *self.members)
+            self.send({"op": "gone", "rank": rank, "node": name, "how": how}, *self.members)
             self._taking_part.pop(rank, None)  # the workers have trained to the end together
             self._end_if_all_are_done()
         elif takes_part and self._done and self._min_nodes < self._num_nodes:
@@ -353,7 +353,7 @@ class Rounds:
             )
         elif len(self.members) >= self._min_nodes and self._round:
             if takes_part:
-                self.send({"op": "gone", "node": name, "how": how}, *self.members)
+                self.send({"op": "gone", "rank": rank, "node": name, "how": how}, *self.members)
             self._begin_round_if_complete(is_regroup=takes_part and member.is_regroup)
         else:
             if self._round:

@@ -39,10 +39,12 @@ class ProgressCheck:
     ) -> None:  # fmt: skip
         self._board, self._verdicts, self._rendezvous, self._ask = board, verdicts, rendezvous, ask
         self._ranks: Mapping[int, int] = {}  # local rank -> rank, in this attempt
-        self._sees_all, reports, place = request.node_rank == 0, cast(Reports, board), ""
+        self._is_judge, reports, place = request.node_rank == 0, cast(Reports, board), ""
         self._nodes: NodeReports | None = None
         if request.num_nodes > 1:  # with one node, a rank is a local rank
-            self._nodes = NodeReports(request.node_rank, request.monitor_interval, board, ask, rendezvous.send)
+            self._nodes = NodeReports(
+                request.node_rank, request.monitor_interval, board, lambda: verdicts.watched, ask, rendezvous.send
+            )
             reports, place = self._nodes.workers, f" on node {request.node_rank}"
             rendezvous.exchange(self._nodes)
         self._hangs = HangCheck(request, run, reports, self._inspect, lambda rank: node_of(rank)[0], place)
@@ -63,9 +65,9 @@ class ProgressCheck:
             self._slow.look(self._own)
             return
         self._blame(self._nodes.take_hang())
-        if not self._nodes.report(self._verdicts.watched, is_done=self._verdicts.is_done):
+        if not self._nodes.report(is_done=self._verdicts.is_done):
             return
-        if not self._sees_all:
+        if not self._is_judge:
             self._hangs.follow(self._own)
         elif ranks := self._nodes.watched - self._failed:
             if (hang := self._hangs.find(ranks)) is not None:
@@ -78,9 +80,9 @@ class ProgressCheck:
         Node 0 looks at the workers of all nodes, another node at its own.
         """
         ranks = self._own
-        if self._nodes is not None and self._sees_all:
+        if self._nodes is not None and self._is_judge:
             ranks = self._nodes.last_watched - self._failed
-        found = self._hangs.find_late(ranks, sees_all=self._nodes is None)
+        found = self._hangs.find_late(ranks, may_wait_elsewhere=self._nodes is not None)
         if found is None or found.rank in self._ranks.values():
             return found
         node = self._rendezvous.round.ranks[found.rank // len(self._ranks)]  # each node has as many workers
@@ -104,7 +106,7 @@ class ProgressCheck:
         """Return the stacks of workers by rank, see `HangCheck`."""
         if self._nodes is None:
             return stacks_of_workers(self._board.stacks, pids, self._ask)
-        if not self._sees_all:
+        if not self._is_judge:
             return self._nodes.own_stacks({index: rank for index, rank in self._ranks.items() if rank in pids})
         others, own = self._rendezvous, self._own
 

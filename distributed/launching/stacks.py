@@ -46,7 +46,7 @@ class ProcessStacks:
         stacks: the stacks of its threads, or "" if it did not answer.
         why_silent: why it did not answer, or "" if it did or if that is not known.
         from_outside: the stacks that py-spy sees if it did not answer, or "".
-        was_asked: whether it was asked, as far as that is known.
+        was_asked: False if its launcher has not answered, so that it is not known whether the process would.
     """
 
     pid: int
@@ -117,7 +117,7 @@ def seen_from_outside(pid: int) -> str:
         return ""
     command = [found, "dump", "--nonblocking", "--pid", str(pid)]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_PY_SPY_S)
         return done.stdout if done.returncode == 0 else ""
     return ""
 

@@ -128,7 +128,7 @@ def test_one_rank_is_singled_out_if_something_sets_it_apart(suspects, silent, wa
     ids=["waits", "silent", "elsewhere", "behind"],
 )
 def test_one_rank_that_may_wait_for_another_node_is_not_singled_out(suspects, silent, waiting, found):
-    assert culprit(suspects, silent, waiting, sees_all=False) == found
+    assert culprit(suspects, silent, waiting, may_wait_elsewhere=True) == found
 
 
 def test_a_rank_for_which_others_have_waited_in_vain_is_named_at_any_place():

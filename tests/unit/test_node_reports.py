@@ -18,6 +18,9 @@ from distributed.launching.node_reports import NodeReports
 from tests.conftest import poll
 
 ZEROS, PIDS = [0] * NUM_VALUES, dict.fromkeys(range(4), 0)
+ANSWER = {
+    "op": "answer", "round": 1, "rank": 2, "number": 0, "loader": None, "values": ZEROS, "stacks": {"pid": 1, "stacks": ""},
+}  # fmt: skip
 LINE = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3, in stands\n'
 
 
@@ -27,6 +30,7 @@ class Nodes:
     def __init__(self) -> None:
         self.boards = [Board(2), Board(2)]
         self.cut: set[int] = set()  # the nodes that are not connected
+        self.watched = [{0: 0, 1: 1}, {0: 2, 1: 3}]  # the workers of each node that are at work, by local rank
         self.all = [self.made(node) for node in (0, 1)]
         self.begin(1)
 
@@ -45,17 +49,16 @@ class Nodes:
             for index, fd in self.boards[node].stacks.items():
                 os.write(fd, LINE.replace("stands", f"stands_{node}_{index}").encode())
 
-        return NodeReports(node, 0.1, self.boards[node], ask, send)
+        return NodeReports(node, 0.1, self.boards[node], lambda: self.watched[node], ask, send)
 
     def begin(self, number: int) -> None:
         for node, each in enumerate(self.all):
             each.begin(Round(number, [0, 1], [], None), {0: 2 * node, 1: 2 * node + 1})
 
     def report(self, now: float = 0.0) -> None:
-        for node, each in enumerate(self.all):
+        for each in self.all:
             each._next_report = now
-            ranks = {0: 2 * node, 1: 2 * node + 1}
-            assert each.report(ranks, is_done=False) and not each.report({}, is_done=False)  # only twice a second
+            assert each.report(is_done=False) and not each.report(is_done=False)  # only twice a second
 
 
 @pytest.fixture
@@ -87,8 +90,10 @@ def test_nobody_is_watched_while_a_node_is_silent_or_stops_its_workers(
     nodes.report()
     assert len(nodes.all[0].watched) == 4
     nodes.all[1]._next_report = 0.0
-    nodes.all[1].report({}, is_done=False)  # the workers of node 1 are being stopped
+    nodes.watched[1] = {}  # the workers of node 1 are being stopped
+    nodes.all[1].report(is_done=False)
     assert not nodes.all[0].watched
+    nodes.watched[1] = {0: 2, 1: 3}
     nodes.report()
     clock = node_reports.time.monotonic() + 10
     monkeypatch.setattr(node_reports.time, "monotonic", lambda: clock)
@@ -108,12 +113,14 @@ def test_the_workers_of_a_node_that_is_done_do_not_count(nodes: Nodes, monkeypat
         nodes.begin(2 + node)
         nodes.report()
         nodes.all[node]._next_report = 0.0
-        nodes.all[node].report({}, is_done=True)
+        at_work, nodes.watched[node] = nodes.watched[node], {}
+        nodes.all[node].report(is_done=True)
         clock = node_reports.time.monotonic() + 10.0
         monkeypatch.setattr(node_reports.time, "monotonic", lambda clock=clock: clock)
         other = nodes.all[1 - node]
-        assert other.report({index: 2 - 2 * node + index for index in (0, 1)}, is_done=False)
+        assert other.report(is_done=False)
         assert nodes.all[0].watched == {2 - 2 * node, 3 - 2 * node}
+        nodes.watched[node] = at_work
 
 
 def test_node_0_gets_the_stacks_of_all_workers(nodes: Nodes) -> None:
@@ -167,6 +174,58 @@ def test_a_node_that_is_asked_again_while_it_answers_answers_the_newest_request(
     assert not one._is_answering
 
 
+def test_an_attempt_that_begins_while_a_node_collects_stacks_is_not_asked_for_them(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, own_stacks, asked = nodes.all[1], nodes.all[1].own_stacks, list[Any]()
+
+    def slowly(ranks: Any) -> Any:
+        asked.append(ranks)
+        found = own_stacks(ranks)
+        nodes.begin(2)
+        return found
+
+    monkeypatch.setattr(one, "own_stacks", slowly)
+    one.obey({"op": "stacks", "round": 1, "number": 1})
+    poll(lambda: not one._is_answering, 10, lambda: "it still answers")
+    assert asked == [{0: 2, 1: 3}]
+
+
+def test_a_worker_that_has_failed_meanwhile_is_not_said_to_be_silent(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.report()
+    one, own_stacks = nodes.all[1], nodes.all[1].own_stacks
+
+    def slowly(ranks: Any) -> Any:
+        found = own_stacks(ranks)
+        nodes.watched[1] = {1: 3}
+        return found
+
+    monkeypatch.setattr(one, "own_stacks", slowly)
+    monkeypatch.setattr("distributed.launching.worker_reports._ANSWER_S", 0.5)
+    found = nodes.all[0].inspect(PIDS, lambda: False)
+    assert [worker.process.was_asked for worker in found.values()] == [True, True, False, True]
+
+
+def test_nobody_waits_for_the_stacks_of_a_worker_that_has_ended(nodes: Nodes) -> None:
+    nodes.report()
+    nodes.cut = {1}
+    ended = threading.Timer(0.1, nodes.all[0].add, [1, {"op": "progress", "round": 1, "workers": {}, "done": False}])
+    ended.start()
+    assert nodes.all[0].inspect(PIDS, lambda: False) == {}  # else it takes 30 s
+    ended.join()
+
+
+def test_a_node_that_is_gone_does_not_count(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes.report()
+    clock = node_reports.time.monotonic() + 10.0
+    monkeypatch.setattr(node_reports.time, "monotonic", lambda: clock)
+    assert not nodes.all[0].watched
+    nodes.all[0].obey({"op": "gone", "rank": 1, "node": "node 1 (b)", "how": "has ended"})
+    assert nodes.all[0].watched == {0, 1}
+
+
 def test_the_node_of_a_worker_that_hangs_learns_what_node_0_found(nodes: Nodes) -> None:
     hang = Failure(
         2, "hang", 5.0, message="rank 2 hangs", reached=(1, 8), phase="training", location="train.py, line 3"
@@ -190,9 +249,8 @@ def test_the_node_of_a_worker_that_hangs_learns_what_node_0_found(nodes: Nodes) 
         {"op": "progress", "round": 1, "workers": {"2": [-1, *ZEROS[1:]]}},
         {"op": "progress", "round": 1, "workers": {"x": ZEROS}}, {"op": "progress", "round": 1, "workers": {"2": [1.5] * NUM_VALUES}},
         {"op": "progress", "round": 1, "workers": [1]}, {"op": "progress", "round": 1}, {"op": "progress"},
-        {"op": "answer", "round": 1, "rank": 9, "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
-        {"op": "answer", "round": 1, "rank": "1", "number": 0, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
-        {"op": "answer", "round": 1, "rank": 1, "number": 1, "loader": None, "stacks": {"pid": 1, "stacks": ""}},
+        {**ANSWER, "rank": 9}, {**ANSWER, "rank": "2"}, {**ANSWER, "rank": 1}, {**ANSWER, "values": [-1] * NUM_VALUES},
+        {**ANSWER, "values": None},
     ],
 )  # fmt: skip
 def test_what_no_launcher_sends_is_refused(nodes: Nodes, message: dict[str, Any]) -> None:
@@ -206,8 +264,6 @@ def test_reports_of_another_round_or_another_node_do_not_count(nodes: Nodes) -> 
     values = [3, *ZEROS[1:]]
     nodes.all[0].add(1, {"op": "progress", "round": 2, "workers": {"2": values}})
     nodes.all[0].add(7, {"op": "progress", "round": 1, "workers": {"2": values}})
-    nodes.all[0].add(
-        1, {"op": "answer", "round": 1, "rank": 2, "number": 0, "loader": 0, "stacks": {"pid": 1, "stacks": "x"}}
-    )
+    nodes.all[0].add(1, {**ANSWER, "loader": 0})
     assert nodes.all[0].workers._loaders == {}  # nobody has asked
     assert nodes.all[0].workers.progress(2).beats == 0 and not nodes.all[0].watched

@@ -22,7 +22,9 @@ from distributed.loggers.console import Display
 from distributed.runs.directory import RunDirectory
 from tests.conftest import poll
 
-STACKS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3 in evaluate\n'
+STANDS = 'Thread 0x1 (most recent call first):\n  File "/home/me/train.py", line 3 in evaluate\n'
+PACKAGES = Path(pytest.__file__).parents[1]
+WAITS = STANDS.replace("\n", f'\n  File "{PACKAGES}/torch/distributed/distributed_c10d.py", line 9 in all_gather\n', 1)
 
 
 class Link(OneNode):
@@ -50,6 +52,7 @@ class Nodes:
     """Two nodes with two workers each, and a clock that the test moves."""
 
     def __init__(self, directory: Path) -> None:
+        self.stacks = STANDS
         self.now, self.links, self.boards = 0.0, list[Link](), list[Board]()
         self.checks, self.verdicts, self.hearts = list[ProgressCheck](), list[Verdicts](), list[Heartbeat]()
         for node in (0, 1):
@@ -79,7 +82,7 @@ class Nodes:
     def write(self, board: Board) -> None:
         """Let the workers of a node write their stacks."""
         for fd in board.stacks.values():
-            os.write(fd, STACKS.encode())
+            os.write(fd, self.stacks.encode())
 
     def begin(self, number: int = 1) -> None:
         for node in (0, 1):
@@ -201,28 +204,32 @@ def test_node_0_names_the_rank_of_another_node_for_which_its_own_have_waited(nod
     )
 
 
+@pytest.mark.parametrize("joins", [False, True])
 def test_node_0_names_no_rank_of_another_node_that_may_have_waited_itself(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, joins: bool
 ) -> None:
-    """Ranks 0 and 1 have failed. Node 1 has ended its own meanwhile, without a word."""
+    """Ranks 0 and 1 have failed, and rank 3 is about to. If node 1 `joins` the next round, it has ended rank 3 without a word."""
     nodes.mark(9, 9, 9, 9)
     for heart in nodes.hearts:
         heart.mark(Phase.SAVING, 9, is_slow=True)
+    nodes.verdicts[1].add({"op": "exit", "local_rank": 0, "status": 0, "time": 1.0})
     nodes.stand(9)
     nodes.fail(0, 0)
     nodes.fail(0, 1)
-    monkeypatch.setattr(Link, "num_nodes_waiting", lambda self: 1)
+    nodes.stacks = WAITS
+    monkeypatch.setattr(Link, "num_nodes_waiting", lambda self: int(joins))
     assert nodes.checks[0].find_late() is None
 
 
+@pytest.mark.parametrize("rank", [1, 3])
 def test_a_rank_that_goes_on_while_the_stacks_are_read_is_not_blamed(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
-    nodes.mark(9, 8, 9, 9)
+    nodes.mark(*(8 if each == rank else 9 for each in range(4)))
     write = nodes.write
 
     def late(board: Board) -> None:
-        nodes.hearts[1].mark(Phase.CALLBACKS, 8)
+        nodes.hearts[rank].mark(Phase.CALLBACKS, 8)
         write(board)
 
     monkeypatch.setattr(nodes, "write", late)
