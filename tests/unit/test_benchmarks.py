@@ -407,6 +407,17 @@ def test_rendezvous_times_every_number_of_nodes(run_python, tmp_path):
 
 
 @pytest.mark.full
+def test_the_launcher_is_compared_with_its_workers(run_python, tmp_path):
+    flags = ["--seconds", "0.5", "--windows", "2", "--ranks", "16"]
+    done = run_python([str(BENCHMARKS / "launcher.py"), *flags], timeout=120, cwd=tmp_path)
+
+    rows = {name: row for name, row in rows_of(done.stdout).items() if ": share" in name}
+    assert len(rows) == 2 and "node 0, 16 ranks: share of a core" in rows, done.output
+    assert all(0 <= float(row[1]) < 1 for row in rows.values()), done.output
+    assert done.returncode == any(row[-1] == "MISSED" for row in rows.values()), done.output
+
+
+@pytest.mark.full
 def test_restarts_are_timed_beside_torchruns(run_python, tmp_path):
     flags = ["--backends", "pytorch-ddp", "--kills", "2"]
     done = run_python([str(BENCHMARKS / "restarts.py"), *flags], timeout=400, cwd=tmp_path)
