@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
 import subprocess
 import sys
@@ -36,23 +37,21 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
 import os
 import pathlib
-import torch
-from torch.utils.data import TensorDataset
 from distributed import Callback, Trainer
+from workloads import WORKLOADS
 
 class Ready(Callback):
     def on_step_end(self, state, result):
         if state.step == 100:
             pathlib.Path(f"worker-{os.environ['RANK']}").write_text(str(os.getpid()))
 
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-data = TensorDataset(torch.randn(4096, 32), torch.randn(4096, 10))
+mlp = WORKLOADS["mlp"]
 Trainer(
-    model, optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01), loss_fn=torch.nn.functional.mse_loss, epochs=100_000,
-    global_batch_size=32, checkpoint_every_n_steps=None, callbacks=[Ready()],
-).fit(data)
+    mlp.initial_model(), optimizer=mlp.optimizer, loss_fn=mlp.loss_fn, batch_size=mlp.batch_size, epochs=100_000,
+    checkpoint_every_n_steps=None, callbacks=[Ready()],
+).fit(mlp.data(4096))
 """
+FLAGS = ["-m", "distributed.cli", "train", "--script", "train.py", "--nproc-per-node", "2", "--device", "cpu"]
 SHARE, CORE = "launcher: share of the CPU time of its workers", "node 0, {} ranks: share of a core"
 LIMITS = {SHARE: 0.01, CORE: 0.05}
 _PER_NODE = 8
@@ -68,13 +67,7 @@ def main() -> int:
     shares = measure(asked.seconds, asked.windows)
     core = [share_of_node_0(asked.ranks // _PER_NODE) for _ in range(asked.windows)]
     goals = [
-        Goal(
-            name.format(asked.ranks),
-            LIMITS[name],
-            found,
-            [a - b for a, b in zip(found[1:], found, strict=False)],
-            par=0.0,
-        )
+        Goal(name.format(asked.ranks), LIMITS[name], found, [a - b for a, b in itertools.pairwise(found)], par=0.0)
         for name, found in ((SHARE, shares), (CORE, core))
     ]
     print(f"{verdicts(goals)}\n\n{asked.windows} windows of {asked.seconds:g} s\n{machine.describe()}")
@@ -86,27 +79,13 @@ def measure(seconds: float, windows: int) -> list[float]:
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         (home / "train.py").write_text(SCRIPT)
-        command = [
-            sys.executable,
-            "-m",
-            "distributed.cli",
-            "train",
-            "--script",
-            "train.py",
-            "--nproc-per-node",
-            "2",
-            "--device",
-            "cpu",
-        ]
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"}
         with (home / "out").open("wb") as out:
-            launcher = subprocess.Popen(command, cwd=home, env=env, stdout=out, stderr=out)
+            launcher = subprocess.Popen([sys.executable, *FLAGS], cwd=home, env=env, stdout=out, stderr=out)
         try:
             workers = _workers(home, launcher)
-            own = {launcher.pid, *descendants(launcher.pid)} - {
-                *workers,
-                *(each for pid in workers for each in descendants(pid)),
-            }
+            theirs = workers.union(*map(descendants, workers))
+            own = {launcher.pid, *descendants(launcher.pid)} - theirs
             found = []
             for _ in range(windows):
                 before = cpu_s(own), cpu_s(workers)
@@ -139,19 +118,14 @@ def cpu_s(pids: set[int]) -> float:
 
 def share_of_node_0(num_nodes: int, rounds: int = 20) -> float:
     """Return the CPU seconds per second that the launcher of node 0 takes for the reports of all nodes."""
-    board, hearts, seals = (
-        Board(_PER_NODE),
-        [Heartbeat() for _ in range(_PER_NODE)],
-        (Seal("x" * 16, "n"), Seal("x" * 16, "n")),
-    )
+    board, hearts = Board(_PER_NODE), [Heartbeat() for _ in range(_PER_NODE)]
+    seals = Seal("x" * 16, "n"), Seal("x" * 16, "n")
     own = {index: index for index in range(_PER_NODE)}
     reports = NodeReports(0, 0.1, board, lambda: own, lambda: None, lambda op, patience_s=0.0, **message: None)
     reports.begin(Round(1, list(range(num_nodes)), [], None), own)
     with tempfile.TemporaryDirectory() as directory:
-        request, run = (
-            LaunchRequest(directory, num_nodes=num_nodes, nproc_per_node=_PER_NODE, hang_timeout=60.0),
-            RunDirectory(Path(directory)),
-        )
+        request = LaunchRequest(directory, num_nodes=num_nodes, nproc_per_node=_PER_NODE, hang_timeout=60.0)
+        run = RunDirectory(Path(directory))
         hangs = HangCheck(request, run, reports.workers, lambda pids: {}, lambda rank: "")
         slow = SlowCheck(run, Display(io.StringIO(), live=False), reports.workers, lambda rank: ("", ""))
         for index, heart in enumerate(hearts):

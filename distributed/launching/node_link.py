@@ -14,7 +14,7 @@ from typing import Any
 from distributed.errors import TrainingError
 from distributed.launching.listening import is_loopback, is_own_host
 from distributed.launching.node_rounds import SHOWN_AFTER_S
-from distributed.launching.node_server import BEAT_S, LOST_AFTER_S, seals
+from distributed.launching.node_server import BEAT_S, FLUSH_S, LOST_AFTER_S, seals
 from distributed.launching.seal import LINE_BYTES, Seal, SealedConnection
 from distributed.launching.sealed_listener import HELLO
 from distributed.state import OnEvent
@@ -26,7 +26,6 @@ _MOST_REFUSALS = 3  # refusals of this node's first line after which the secrets
 _MOST_SILENCES = 3  # attempts without an answer after which a listener on this machine is reported as another program
 _NO_NODE_0 = "the nodes do not have the same DISTRIBUTED_TOKEN (set the same one on all nodes), or another program listens at that port"
 _LEAVING_S = 3.0  # seconds to send what is left at the end
-_FLUSH_S = 0.01
 _LOOK_S = 0.1  # seconds between two calls of `meanwhile`
 _COUNT_DOWN_S = 30.0  # seconds between two lines with the time that is left for a lost node to come back
 
@@ -229,14 +228,8 @@ class NodeLink:
             self._send(self._pending)
 
     def finish(
-        self,
-        how: str,
-        code: int,
-        *,
-        waits: bool,
-        is_trained: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, how: str, code: int, *, waits: bool, is_trained: bool = False, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
         """Tell the other nodes how the workers of this node ended, and that they are not started again.
 
         Args:
@@ -420,7 +413,7 @@ class NodeLink:
         connection, deadline = self._connection, time.monotonic() + seconds
         with contextlib.suppress(OSError):
             while connection is not None and connection.num_unsent and time.monotonic() < deadline:
-                self._changed.wait(_FLUSH_S)  # the thread may read meanwhile, or find that the connection is broken
+                self._changed.wait(FLUSH_S)  # the thread may read meanwhile, or find that the connection is broken
                 if connection is not self._connection:
                     return
                 connection.flush()

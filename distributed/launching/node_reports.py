@@ -144,13 +144,8 @@ class NodeReports:
         found = self.own_stacks(ranks)
         for rank in self._own_watched().values():  # not those that have failed meanwhile, and could not answer
             for answer in answers_of(found[rank]) if rank in found else ():
-                message = {
-                    "round": begun,
-                    "rank": rank,
-                    "number": number,
-                    "values": self.workers.values(rank),
-                    **answer,
-                }
+                message = {"round": begun, "rank": rank, "number": number, **answer}
+                message["values"] = self.workers.values(rank)
                 if self._node:
                     self._send("answer", _PATIENCE_S, **message)
                 else:

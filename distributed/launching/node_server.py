@@ -25,7 +25,7 @@ BEAT_S = 1.0  # seconds between two heartbeats, in both directions
 LOST_AFTER_S = 10.0  # seconds of silence after which a node counts as lost
 _RECONNECT_S = 3.0  # seconds for a launcher to reconnect after its connection broke; a killed launcher never does
 _TICK_S = 0.25
-_FLUSH_S = 0.01  # seconds between two attempts to send the rest of a message
+FLUSH_S = 0.01  # seconds between two attempts to send the rest of a message
 
 # Returns why the nodes cannot reach each other, or None.
 Check = Callable[[Mapping[int, Mapping[str, Any]]], str | None]
@@ -101,7 +101,7 @@ class NodeServer:
             for connection in unsent:
                 with contextlib.suppress(OSError):  # reading fails too
                     connection.flush()
-            for key, _ in self._selector.select(_FLUSH_S if unsent else _TICK_S):
+            for key, _ in self._selector.select(FLUSH_S if unsent else _TICK_S):
                 key.data(key.fileobj)
             self._listener.send_late_away()
             self._look_at_the_time()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import cast
 
 from distributed.launching.causes import Failure
 from distributed.launching.hang_check import HangCheck
@@ -39,9 +38,11 @@ class ProgressCheck:
     ) -> None:  # fmt: skip
         self._board, self._verdicts, self._rendezvous, self._ask = board, verdicts, rendezvous, ask
         self._ranks: Mapping[int, int] = {}  # local rank -> rank, in this attempt
-        self._is_judge, reports, place = request.node_rank == 0, cast(Reports, board), ""
+        self._is_judge = request.node_rank == 0
         self._nodes: NodeReports | None = None
-        if request.num_nodes > 1:  # with one node, a rank is a local rank
+        reports: Reports = board  # with one node, a rank is a local rank
+        place = ""
+        if request.num_nodes > 1:
             self._nodes = NodeReports(
                 request.node_rank, request.monitor_interval, board, lambda: verdicts.watched, ask, rendezvous.send
             )
@@ -61,8 +62,9 @@ class ProgressCheck:
     def look(self) -> None:
         """Blame a worker that hangs, so that the workers are started again, and name one that is slow."""
         if self._nodes is None:
-            self._blame(self._hangs.find(self._own))
-            self._slow.look(self._own)
+            own = self._own
+            self._blame(self._hangs.find(own))
+            self._slow.look(own)
             return
         self._blame(self._nodes.take_hang())
         if not self._nodes.report(is_done=self._verdicts.is_done):

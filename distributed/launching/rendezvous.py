@@ -148,14 +148,8 @@ class OneNode(RendezvousHandler):
         """Send a message of `NodeReports`, see `Send`."""
 
     def finish(
-        self,
-        how: str,
-        code: int,
-        *,
-        waits: bool,
-        is_trained: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
+        self, how: str, code: int, *, waits: bool, is_trained: bool = False, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
         """Tell the other nodes how the workers of this one ended, and wait for theirs if `waits`, as `NodeLink.finish` does."""
 
 
@@ -247,16 +241,8 @@ class ManyNodes(OneNode):
     def leave(self, how: str, *, is_regroup: bool) -> None:
         self._link.leave(how, is_regroup=is_regroup)
 
-    def finish(
-        self,
-        how: str,
-        code: int,
-        *,
-        waits: bool,
-        is_trained: bool = False,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._link.finish(how, code, waits=waits, is_trained=is_trained, meanwhile=meanwhile)
+    def finish(self, how: str, code: int, **more: Any) -> None:
+        self._link.finish(how, code, **more)
 
     def shutdown(self) -> bool:
         self._link.close()

@@ -1,4 +1,4 @@
-"""What the launchers of several nodes tell each other about their workers, without sockets."""
+"""Reports and requests between the launchers of several nodes, without sockets."""
 
 from __future__ import annotations
 

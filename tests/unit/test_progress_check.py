@@ -1,4 +1,4 @@
-"""How the agents of two nodes find a worker that hangs, without workers and without sockets."""
+"""Hangs on two nodes, as their agents find them, without workers and without sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAITS = STANDS.replace("\n", f'\n  File "{PACKAGES}/torch/distributed/distribute
 
 
 class Link(OneNode):
-    """What connects a node to the others."""
+    """A connection of a node to the others."""
 
     def __init__(self, request: LaunchRequest, others: list[Link]) -> None:
         super().__init__(request)
