@@ -44,7 +44,7 @@ test-docs: $(STAMP) $(HOROVOD_STAMP)
 test-cluster: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'cluster and not full' --dist loadgroup --loadscope-reorder --numprocesses 3
 
-# Half an hour of training under random faults, and 400 short jobs: as root, about 50 minutes.
+# Half an hour of training under random faults, and 400 short jobs: as root, about an hour.
 soak: $(STAMP)
 	$(BIN)/python -m tests.faults.soak --minutes 30 --jobs 200
 

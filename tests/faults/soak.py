@@ -232,10 +232,14 @@ def _kill(number: int) -> Callable[[Run], None]:
     return kill
 
 
-def _order(fault: str) -> Callable[[Run], None]:
+def _order(fault: str, name: str = "fault") -> Callable[[Run], None]:
+    """Order a fault of the job. The file appears complete."""
+
     def order(run: Run) -> None:
         rank = run.some_rank()
-        (run.home(rank) / f"fault-{rank}").write_text(fault)
+        new = run.home(rank) / "new"
+        new.write_text(fault)
+        new.rename(new.with_name(f"{name}-{rank}"))
 
     return order
 
@@ -264,6 +268,17 @@ def _stop(number: int) -> Callable[[Run], None]:
         run.start_all("--resume")
 
     return stop
+
+
+def _end(fault: str) -> Callable[[Run], None]:
+    """Order a fault of the job that ends the run, and start the run again."""
+
+    def end(run: Run) -> None:
+        _order(fault)(run)
+        run.wait_for_end()
+        run.start_all("--resume")
+
+    return end
 
 
 def _replace_node(run: Run) -> None:
@@ -305,8 +320,16 @@ FAULTS: dict[str, Callable[[Run], None]] = {
     "a worker is stopped (SIGSTOP)": _kill(signal.SIGSTOP),
     "a worker pauses for 1 s": _pause,
     "a callback raises an error": _order("raise"),
+    "a sample cannot be read": _order("raise", "fault-of-data"),
+    "reading a sample loops for ever": _order("loop", "fault-of-data"),
     "a callback loops for ever": _order("loop"),
     "a training step loops for ever": _order("loop in the next step"),
+    "a collective is called by one rank only": _order("another collective"),
+    "a collective has another shape on one rank": _order("another shape"),
+    "the clock of a worker jumps by a week": _order("clock"),
+    "a worker exits, and the run is resumed": _end("exit"),
+    "a rank runs out of memory, and the run is resumed": _end("no memory"),
+    "a loss is NaN, and the run is resumed": _end("nan"),
     "a save finds no space": _order("disk"),
     "SIGTERM, and the run is resumed": _stop(signal.SIGTERM),
     "SIGINT, and the run is resumed": _stop(signal.SIGINT),

@@ -6,13 +6,16 @@ Environment: STEPS (updates), WAIT_S (seconds added to each update), LOADERS (lo
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import statistics
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from distributed import Callback, Trainer
@@ -32,28 +35,34 @@ class Samples(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> Any:
+        do_as_ordered("fault-of-data", FAULTS_OF_DATA)
         return self.x[index] + 0.1 * torch.randn(8), self.x[index].sum()
 
 
 class Watch(Callback):
-    """Write where this rank is, and do what the file `fault-RANK` names."""
+    """Write where this rank is, and do what the file `fault-RANK` asks for."""
 
     def on_train_start(self, state: Any) -> None:
         self._file = os.open("step", os.O_WRONLY | os.O_CREAT) if RANK == 0 else None
         Path(f"worker-{RANK}").write_text(str(os.getpid()))
         self.ends = [time.monotonic()]  # of the updates of this attempt
-        self.is_next_stuck = False
+        self.is_next_stuck = self.is_next_nan = False
 
     def on_step_end(self, state: Any, result: Any) -> None:
         if self._file is not None:
             os.pwrite(self._file, f"{state.step:10d}".encode(), 0)
         time.sleep(WAIT_S)
         self.ends.append(time.monotonic())
-        order = Path(f"fault-{RANK}")
-        if order.exists():
-            fault = order.read_text()
-            order.unlink()
-            FAULTS[fault]()
+        do_as_ordered("fault", FAULTS)
+
+
+def do_as_ordered(name: str, faults: Mapping[str, Callable[[], object]]) -> None:
+    """Do what the file `name`-RANK asks for, once."""
+    order = Path(f"{name}-{RANK}")
+    if order.exists():
+        fault = order.read_text()
+        order.unlink()
+        faults[fault]()
 
 
 def loop_for_ever() -> None:
@@ -64,11 +73,26 @@ def loop_for_ever() -> None:
 def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     if watch.is_next_stuck:
         loop_for_ever()
-    return torch.nn.functional.mse_loss(output, target)
+    loss = torch.nn.functional.mse_loss(output, target)
+    return loss * math.nan if watch.is_next_nan else loss
 
 
 def loop_in_next_step() -> None:
     watch.is_next_stuck = True
+
+
+def give_nan_in_next_step() -> None:
+    watch.is_next_nan = True
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+def jump() -> None:
+    """Set the clock of this process forward by a week, until it ends."""
+    real = time.time
+    time.time = lambda: real() + 7 * 86400
 
 
 def fill_disk() -> None:
@@ -84,11 +108,21 @@ def fill_disk() -> None:
     tensor_io.write_tensors = fail
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[[], object]] = {
     "raise": lambda: int("no number"),
+    "no memory": lambda: fail(MemoryError("no memory is left")),
     "loop": loop_for_ever,
     "loop in the next step": loop_in_next_step,
+    "nan": give_nan_in_next_step,
     "disk": fill_disk,
+    "exit": lambda: os._exit(3),
+    "clock": jump,
+    "another collective": lambda: dist.barrier(),
+    "another shape": lambda: dist.all_reduce(torch.ones(10007)),  # larger than what the other rank reduces next
+}
+FAULTS_OF_DATA: dict[str, Callable[[], object]] = {
+    "raise": lambda: fail(OSError("a sample cannot be read")),
+    "loop": loop_for_ever,
 }
 watch = Watch()
 

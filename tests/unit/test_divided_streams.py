@@ -49,6 +49,16 @@ class Divisible(IterableDataset[Any]):
         return key + 1000 * self.epoch
 
 
+class Plain(IterableDataset[Any]):
+    """A stream that cannot be divided."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.count))
+
+
 class Skipping(Divisible):
     """One that can also move on without reading."""
 
@@ -137,10 +147,30 @@ def test_loader_processes_divide_a_part_and_leave_the_order_alone() -> None:
 
 def test_a_global_batch_that_does_not_divide_is_read_by_every_rank() -> None:
     batch = plan(3, 6, 1, 16)
-    assert len(sharded(Divisible(40), batch).notices) == 1
+    assert sharded(Divisible(40), batch).notices == [
+        "train_data: every rank reads the whole stream, because global_batch_size=16 does not divide by 3 processes"
+    ]
     ranks = groups_of_ranks(Divisible(40), batch)
     updates = [sorted(each) for each in samples_used(ranks, lambda batch: batch.tolist())]
     assert updates == used(Divisible(40), 1, 16)
+
+
+def test_a_notice_says_that_and_why_every_rank_reads_the_whole_stream() -> None:
+    datasets = pytest.importorskip("datasets")
+    whole = "train_data: every rank reads the whole stream, because "
+    rows = datasets.Dataset.from_dict({"x": list(range(100))}).to_iterable_dataset(num_shards=4)
+    mapped = rows.map(lambda row: {"x": row["x"] + 1})
+    of_hugging_face = "a Python function maps or filters its rows, or its DataLoader has num_workers above 0"
+    for data, why in (
+        (map(float, range(100)), "map has no method shard(index, count)"),
+        (DataLoader(Plain(40), 4, num_workers=1), "Plain has no method shard(index, count)"),
+        (mapped, of_hugging_face),
+        (DataLoader(rows, 4, num_workers=1), of_hugging_face),
+    ):
+        assert sharded(data, plan(2, 4)).notices == [whole + why]
+        assert not sharded(data, plan(1, 8)).notices
+    for data in (rows, Divisible(40), range(40)):
+        assert not sharded(data, plan(2, 4)).notices
 
 
 def test_the_limit_of_a_validation_and_drop_last_count_samples_of_all_ranks() -> None:

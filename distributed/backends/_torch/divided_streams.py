@@ -42,11 +42,6 @@ class DividedStream(ShardedData):
         self._source, self._rank, self._seed, self._hook, self._reduce = source, rank, seed, hook, reduce
         self.has_own_cursor = batch.global_batch_size % world == 0
         self._stride, self._offset = (world, rank) if self.has_own_cursor else (1, 0)
-        if not self.has_own_cursor:
-            self.notices = [
-                f"{source.name}: every rank reads the whole stream, because global_batch_size={batch.global_batch_size} does not"
-                f" divide by {world} processes"
-            ]
         self._fetcher = Fetcher(source.dataset, source.collate_fn, seed, train=train)
         self._running: Iterator[UpdateBatch] | None = None
         self._reader: PartInProcess | PartsInWorkers | None = None

@@ -31,7 +31,7 @@ from distributed.backends._torch.sources import (
     read_source,
     sample_count,
 )
-from distributed.backends._torch.stream_parts import hook_of
+from distributed.backends._torch.stream_parts import hook_of, notice_of_whole_stream
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches, has_position
 from distributed.backends._torch.web_datasets import check_node_splitter
 from distributed.backends.base import ShardedData
@@ -79,14 +79,26 @@ def shard(
         local = _local(source, batch, context.rank, config.seed, train)
         return PreshardedData(local, batch, context.rank, source.name, reduce)
     agree = reduce if batch.data_parallel_size > 1 else None
-    hook = hook_of(source) if source.is_stream and options.shard_streams else None
-    if hook is not None and (
-        hook.can_skip or (agree is not None and batch.global_batch_size % batch.data_parallel_size == 0)
-    ):
-        return DividedStream(source, batch, context.rank, config.seed, hook, train=train, reduce=reduce)
     if source.is_stream:
-        return StreamData(source, batch, context.rank, config.seed, train=train, reduce=agree)
+        return _stream(source, batch, context.rank, config.seed, options, train=train, reduce=reduce)
     return MapData(source, batch, context.rank, config.seed, train=train, reduce=agree)
+
+
+def _stream(
+    source: Source, batch: BatchPlan, rank: int, seed: int, options: DataOptions, *, train: bool, reduce: Reduce
+) -> ShardedData:
+    """Return this rank's part of a stream."""
+    ranks = batch.data_parallel_size
+    hook = hook_of(source) if options.shard_streams else None
+    is_whole = hook is None or batch.global_batch_size % ranks != 0
+    stream: ShardedData
+    if hook is not None and (hook.can_skip or (ranks > 1 and not is_whole)):
+        stream = DividedStream(source, batch, rank, seed, hook, train=train, reduce=reduce)
+    else:
+        stream = StreamData(source, batch, rank, seed, train=train, reduce=reduce if ranks > 1 else None)
+    if is_whole and ranks > 1 and options.shard_streams:
+        stream.notices = [notice_of_whole_stream(source, hook, batch)]
+    return stream
 
 
 class Beginning(NamedTuple):

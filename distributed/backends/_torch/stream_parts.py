@@ -20,6 +20,7 @@ from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import announce_epoch
 from distributed.backends._torch.loader_processes import read_loader
 from distributed.backends._torch.sources import Source, has_state, loader_arguments
+from distributed.config.plan import BatchPlan
 from distributed.errors import ConfigError
 
 OFF = "set data.shard_streams=false"
@@ -39,6 +40,18 @@ class Hook:
     can_skip: bool = True
 
 
+def notice_of_whole_stream(source: Source, hook: Hook | None, batch: BatchPlan) -> str:
+    """Return a notice that every rank reads the whole stream of `source`, and why. `hook` is the result of `hook_of`."""
+    ranks = batch.data_parallel_size
+    if hook is not None:
+        why = f"because global_batch_size={batch.global_batch_size} does not divide by {ranks} processes"
+    elif _is_of_hugging_face(source.dataset):
+        why = "because a Python function maps or filters its rows, or its DataLoader has num_workers above 0"
+    else:
+        why = f"because {type(source.dataset).__name__} has no method shard(index, count)"
+    return f"{source.name}: every rank reads the whole stream, {why}"
+
+
 def hook_of(source: Source) -> Hook | None:
     """Return how the stream of `source` is divided by position, or None if it cannot be.
 
@@ -47,13 +60,17 @@ def hook_of(source: Source) -> Hook | None:
     dataset = source.dataset
     if isinstance(dataset, Iterator):
         return None
-    if type(dataset).__module__.startswith("datasets."):
+    if _is_of_hugging_face(dataset):
         return _hugging_face(source)
     shard = getattr(dataset, "shard", None)
     if not callable(shard):
         return None
     _check_signature(shard, f"{source.name}: {type(dataset).__name__}.shard", {"index": 0, "count": 1})
     return Hook(functools.partial(_part_of, name=source.name))
+
+
+def _is_of_hugging_face(dataset: Any) -> bool:
+    return type(dataset).__module__.startswith("datasets.")
 
 
 def _hugging_face(source: Source) -> Hook | None:
