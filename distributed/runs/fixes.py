@@ -13,7 +13,8 @@ FIXES: Mapping[str, tuple[str, ...]] = {
         "Use smaller batches or fewer loader workers.",
     ),
     "(SIGABRT)": (
-        "A library in C++ ended the process, for example NCCL after an error of the GPU.",
+        "A library in C++ ended the process: for example NCCL after an error of the GPU, or gloo after ranks have called a collective"
+        " with tensors of different shapes.",
         "Its message is in RUN/logs/rank-N.log.",
     ),
     "(SIGBUS)": ("Shared memory (/dev/shm) is full.",),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from distributed import Trainer
 from distributed.backends._torch.whole import free_bytes
 from distributed.callbacks import Callback
 from distributed.checkpoints import durable, staging
+from distributed.checkpoints.background import BackgroundSave
 from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.staging import Staging
 from distributed.checkpoints.tensor_file import read_raw
@@ -215,14 +217,14 @@ class Watching(Callback):
         self.saved.append((state.step, verify(path).step))
 
 
-def trained(*, is_async: bool, **settings: Any) -> tuple[Path, Any, Watching]:
+def trained(*, is_async: bool, more: Sequence[Callback] = (), **settings: Any) -> tuple[Path, Any, Watching]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 2))
     inputs = torch.randn(48, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     watching = Watching()
     given = {"backend": "single", "checkpoint_every_n_steps": 2, "keep_latest_k": 20, "verbose": False, **settings}
-    trainer = Trainer(model, callbacks=[watching], batch_size=4, epochs=1, checkpoint_async=is_async, **given)
+    trainer = Trainer(model, callbacks=[watching, *more], batch_size=4, epochs=1, checkpoint_async=is_async, **given)
     return Path(trainer.fit(data).run_dir), trainer, watching
 
 
@@ -265,6 +267,95 @@ def test_a_save_in_the_background_that_fails_is_made_good_at_the_end(
     directory, _, watching = trained(is_async=True, checkpoint_every_n_steps=12)
     assert watching.saved == [(12, 12)]
     assert [info.step for info in list_checkpoints(directory / "checkpoints")] == [12]
+
+
+def test_training_goes_on_beside_a_write_and_the_next_save_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first write ends only when training waits for it, which is at the next save."""
+    monkeypatch.chdir(tmp_path)
+    write, wait, is_waited_for = Staging.write, BackgroundSave.wait, threading.Event()
+    running: list[int] = []
+    steps: list[int] = []
+
+    class Steps(Callback):
+        def on_step_end(self, state: TrainState, result: Any) -> None:
+            if not is_waited_for.is_set():
+                steps.append(state.step)
+
+    def slow(self: Staging) -> Any:
+        assert not running, "two saves at once"
+        running.append(1)
+        try:
+            assert is_waited_for.wait(60)
+            return write(self)
+        finally:
+            running.pop()
+
+    def waiting(self: BackgroundSave) -> None:
+        is_waited_for.set()
+        wait(self)
+
+    monkeypatch.setattr(Staging, "write", slow)
+    monkeypatch.setattr(BackgroundSave, "wait", waiting)
+    directory, _, watching = trained(is_async=True, checkpoint_every_n_steps=4, more=(Steps(),))
+    assert steps == list(range(1, 9))
+    assert watching.saved == [(4, 4), (8, 8), (12, 12)]
+    assert [info.step for info in list_checkpoints(directory / "checkpoints")] == [4, 8, 12]
+
+
+COUNTING = """
+import json, threading, time
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+from distributed import Callback, Trainer
+
+calls = []
+for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list", "barrier",
+             "gather", "gather_object", "reduce", "reduce_scatter_tensor", "scatter", "all_to_all_single", "monitored_barrier"):
+    def counted(*args, real=getattr(dist, name), name=name, **settings):
+        calls.append(name)
+        return real(*args, **settings)
+    setattr(dist, name, counted)
+
+class Count(Callback):
+    def __init__(self):
+        self.of_step, self.committed_at = {}, None
+    def on_step_end(self, state, result):
+        if state.step == 9:
+            while any(each.name == "distributed-save" for each in threading.enumerate()):  # the write of step 8
+                time.sleep(0.01)
+        elif 9 < state.step < 16 and not self.committed_at:
+            time.sleep(0.2)  # the ranks agree on the step, for which they look at the store now and then
+        self.of_step[state.step] = calls.copy()
+        calls.clear()
+    def on_checkpoint(self, state, path):
+        self.committed_at = self.committed_at or len(self.of_step)
+
+count = Count()
+trainer = Trainer(
+    torch.nn.Linear(4, 1), loss_fn=torch.nn.functional.mse_loss, global_batch_size=8, epochs=1, checkpoint_every_n_steps=8,
+    log_every_n_steps=100, callbacks=[count],
+)
+trainer.fit(TensorDataset(torch.randn(160, 4), torch.randn(160, 1)))
+if trainer.is_main_process:
+    print("counted", json.dumps([count.committed_at, count.of_step]))
+"""
+
+
+def test_ranks_agree_on_the_end_of_a_save_without_a_collective_of_its_own(
+    run_cli: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The save of step 8 is committed in one of the steps 10 to 15, which have the collectives of step 3."""
+    (tmp_path / "train.py").write_text(COUNTING)
+    flags = ["--backend", "pytorch-ddp", "--nproc-per-node", "2", "--set", "checkpoint_async=true"]
+    done = run_cli(["train", "--script", str(tmp_path / "train.py"), *flags, "--run-dir", str(tmp_path / "run")])
+    assert done.returncode == 0, done.output
+    committed_at, of_step = json.loads(done.stdout.split("counted ")[1].splitlines()[0])
+    assert 9 <= committed_at < 16  # the number of steps that were over
+    assert of_step["1"] and of_step["9"]  # the start, and the beginning of the save
+    assert all(of_step[str(step)] == of_step["3"] for step in range(10, 16)), of_step
 
 
 def test_backends_that_write_at_once_refuse_it() -> None:

@@ -237,6 +237,16 @@ def test_a_node_leaves_only_if_the_others_go_on(run, stop, interrupted, node_ran
     assert found.leaves is leaves
 
 
+def test_ranks_that_save_during_a_stop_are_given_time_after_a_death_whatever_the_clock_says(run):
+    found = verdicts(run, io.StringIO(), monitor_interval=0.01)
+    found.begin({0: 0, 1: 1}, 0)
+    found.add({"op": "stop", "signum": signal.SIGTERM, "is_first": True, "interrupts": 1, "is_starting": False})
+    found.add({"op": "exit", "local_rank": 1, "status": -9, "time": time.time() - 86400})
+    assert found.judge(0) is Verdict.AT_WORK
+    found.add({"op": "exit", "local_rank": 0, "status": 143, "time": time.time()})
+    assert found.judge(0) is Verdict.OVER
+
+
 def failed(found, attempt, left, *, signum=9, rank=1, reached=(1, 8), exception=None):
     """Return the verdict on an attempt that fails in this way."""
     found.begin({0: 0, 1: 1}, attempt)
