@@ -48,7 +48,7 @@ class NanPolicy:
             result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []
 
 
-_SHOWN = 32  # samples of a rank that a message names
+_SHOWN = 32  # samples that a message names
 _BAD = ("nan", "inf", "-inf")  # a vote is the position here, counted from 1
 
 
@@ -92,13 +92,16 @@ def describe(
         here = "a gradient is NaN or infinite"
     last = update_batch.position + update_batch.num_samples - 1
     where = f"samples at positions {update_batch.position} to {last} of the epoch"
-    found = (
-        world.gather(_suspects(update_batch, losses, find_rows) if bad.get(world.rank) else [0, [], []]) if bad else []
-    )
-    if names := [name for _, names, _ in found for name in names]:
+    mine: list[Any] = [0, [], []]
+    if not bad:  # a gradient is the sum over all samples of the update
+        mine = _suspects(update_batch, (), find_rows)
+    elif world.rank in bad:
+        mine = _suspects(update_batch, losses, find_rows)
+    found = world.gather(mine)
+    if names := [name for _, names, _ in found for name in names][:_SHOWN]:
         rest = sum(count for count, _, _ in found) - len(names)
         here += f" for sample{'s' * (len(names) + rest > 1)} {', '.join(names)}{f' and {rest} more' * (rest > 0)} of the data set"
-    if rows := [name for _, _, rows in found for name in rows]:
+    if rows := [name for _, _, rows in found for name in rows][:_SHOWN]:
         here += f"; not finite in the data: {', '.join(rows)}"
     return f"step {step}: {here} ({where})"
 
@@ -108,8 +111,8 @@ def _suspects(
 ) -> list[Any]:
     """Return [number, names, rows] for the update of this rank.
 
-    These are the number of samples that may have caused its loss, the first of their names, and the names of samples that hold
-    values that are not finite.
+    These are the number of samples that may be the cause, the first of their names, and the names of samples that hold values that
+    are not finite. With the losses of the micro-batches, only samples of those whose loss is not finite may be the cause.
     """
     if update_batch.keys_at is None:
         return [0, [], []]

@@ -91,11 +91,16 @@ def test_keys_of_a_sampler_are_named_and_long_batches_are_cut() -> None:
     assert " 30, 31 and 68 more of the data set (samples at positions 0 to 99" in long
 
 
-def test_streams_and_gradients_have_positions_only() -> None:
+def test_streams_have_positions_only() -> None:
     (first, *_) = updates(Stream(), BatchPlan(4, 1, 1, 4), shuffle=None)
     assert text(first, [NAN]) == "step 3: the loss is nan on rank 0 (samples at positions 0 to 3 of the epoch)"
-    (first, *_) = updates(numbers(8), BatchPlan(4, 1, 1, 4))
-    assert text(first, [0.5]) == "step 3: a gradient is NaN or infinite (samples at positions 0 to 3 of the epoch)"
+
+
+def test_all_samples_of_the_update_are_named_if_a_gradient_is_not_finite() -> None:
+    (first, *_) = updates(numbers(8), BatchPlan(2, 2, 1, 4))
+    assert text(first, [0.5, 0.5]) == (
+        "step 3: a gradient is NaN or infinite for samples 0, 1, 2, 3 of the data set (samples at positions 0 to 3 of the epoch)"
+    )
 
 
 def test_nothing_is_computed_while_losses_are_finite() -> None:
