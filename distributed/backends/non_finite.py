@@ -92,39 +92,50 @@ def describe(
         here = "a gradient is NaN or infinite"
     last = update_batch.position + update_batch.num_samples - 1
     where = f"samples at positions {update_batch.position} to {last} of the epoch"
-    mine: list[Any] = [0, [], []]
+    shown = max(1, _SHOWN // world.world_size)
+    mine: list[_Named] = []
     if not bad:  # a gradient is the sum over all samples of the update
-        mine = _suspects(update_batch, (), find_rows)
+        mine = _suspects(update_batch, None, find_rows, shown)
     elif world.rank in bad:
-        mine = _suspects(update_batch, losses, find_rows)
-    found = world.gather(mine)
-    if names := [name for _, names, _ in found for name in names][:_SHOWN]:
-        rest = sum(count for count, _, _ in found) - len(names)
-        here += f" for sample{'s' * (len(names) + rest > 1)} {', '.join(names)}{f' and {rest} more' * (rest > 0)} of the data set"
-    if rows := [name for _, _, rows in found for name in rows][:_SHOWN]:
-        here += f"; not finite in the data: {', '.join(rows)}"
+        mine = _suspects(update_batch, losses, find_rows, shown)
+    suspects, rows = zip(*(each or _NOTHING for each in world.gather(mine)), strict=True)
+    if count := sum(number for number, _ in suspects):
+        here += f" for sample{'s' * (count > 1)} {_listed(suspects)} of the data set"
+    if any(number for number, _ in rows):
+        here += f"; not finite in the data: {_listed(rows)}"
     return f"step {step}: {here} ({where})"
 
 
-def _suspects(
-    update_batch: UpdateBatch, losses: Sequence[float], find_rows: Callable[[Any, int], Sequence[int]]
-) -> list[Any]:
-    """Return [number, names, rows] for the update of this rank.
+_Named = Sequence[Any]  # number of samples, the first of their names
+_NOTHING: tuple[_Named, _Named] = ((0, []), (0, []))
 
-    These are the number of samples that may be the cause, the first of their names, and the names of samples that hold values that
-    are not finite. With the losses of the micro-batches, only samples of those whose loss is not finite may be the cause.
+
+def _listed(found: Iterable[_Named]) -> str:
+    """Return the names that ranks have found, and how many more there are."""
+    names: list[str] = [name for _, some in found for name in some]
+    rest = sum(int(number) for number, _ in found) - len(names)
+    return ", ".join(names) + f" and {rest} more" * (rest > 0)
+
+
+def _suspects(
+    update_batch: UpdateBatch,
+    losses: Sequence[float] | None,
+    find_rows: Callable[[Any, int], Sequence[int]],
+    shown: int,
+) -> list[_Named]:
+    """Return the samples of this rank that may be the cause, and those of them that hold values that are not finite.
+
+    Each is [number, names], with at most `shown` names. Samples of a micro-batch whose loss in `losses` is finite are left out. The
+    list is empty if samples have no names, as in a stream.
     """
     if update_batch.keys_at is None:
-        return [0, [], []]
+        return []
     keys = update_batch.keys_at(update_batch.position, update_batch.num_samples)
     bad: Sequence[int] = range(len(keys))
-    if len(losses) == len(keys):
+    if losses is not None and len(losses) == len(keys):
         bad = [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
     micros = update_batch.micro_batches
     rows = {index: find_rows(micros[index].batch, len(keys[index])) for index in bad if index < len(micros)}
-    names = [str(key) for index in bad for key in keys[index]]
-    return [
-        len(names),
-        names[:_SHOWN],
-        [str(keys[index][row]) for index, found in rows.items() for row in found][:_SHOWN],
-    ]
+    suspects = [key for index in bad for key in keys[index]]
+    not_finite = [keys[index][row] for index, found in rows.items() for row in found]
+    return [[len(each), list(map(str, each[:shown]))] for each in (suspects, not_finite)]

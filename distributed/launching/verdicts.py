@@ -61,7 +61,7 @@ class _Rank:
     is_unshared: bool = False  # whether the worker ended without sharing its work with another one
     status: int | None = None  # exit code, or minus the signal; None while it runs
     ended: float = 0.0  # by the clock of the machine
-    ended_at: float = 0.0  # the same by the monotonic clock, which nobody sets
+    ended_monotonic_s: float = 0.0  # by the monotonic clock, which nobody sets
     reached: tuple[int, int] = (0, 0)  # see Failure, also for the next two
     phase: str = ""
     location: str = ""
@@ -178,7 +178,7 @@ class Verdicts:
                 self._add_stop(message)
             elif message["op"] == "exit":
                 rank = self._ranks[message["local_rank"]]
-                rank.status, rank.ended, rank.ended_at = message["status"], message["time"], time.monotonic()
+                rank.status, rank.ended, rank.ended_monotonic_s = message["status"], message["time"], time.monotonic()
                 rank.reached, rank.phase = _reached_in(message), rank.phase or message.get("phase", "")
                 rank.location = rank.location or message.get("location", "")
                 rank.operation = message.get("operation", "")
@@ -302,7 +302,7 @@ class Verdicts:
         if self._is_regroup_late():
             return True
         if self.stop_signal or any(rank.interrupted for rank in ranks):
-            since = min((rank.ended_at for rank in failed if rank.status is not None), default=None)
+            since = min((rank.ended_monotonic_s for rank in failed if rank.status is not None), default=None)
             return since is not None and time.monotonic() - since > _ORPHANED_STOP_S
         return bool(failed)
 

@@ -163,7 +163,7 @@ class FitSession(ModelSession):
         if snapshot is not None and (found is None or snapshot.name > found.name):
             found = snapshot
         notices = [
-            *train.notices,
+            *(notice for data in (train, *shards.values()) for notice in data.notices),
             *self._prepare(batch, train.updates_per_epoch, is_resumed=found is not None),
         ]
         return OpenedFit(train, shards, callbacks, store, snapshots, run, found, notices)

@@ -86,15 +86,18 @@ def test_a_killed_worker_costs_at_most_one_step_and_no_bit(
 
 
 @pytest.mark.full
-def test_a_rank_that_hangs_costs_at_most_one_step_too(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
-    text = command(
-        tmp_path, "pytorch-ddp", "--set", "snapshot_every_n_steps=1", "--set", "hang_timeout=2", killed_at=(8,)
-    )
+def test_a_rank_that_hangs_costs_at_most_one_step_and_no_bit(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
+    clean = tmp_path / "clean"
+    clean.mkdir()
+    expected = weights(run_cli(command(clean, "pytorch-ddp")))
+    settings = ("--set", "snapshot_every_n_steps=1", "--set", "hang_timeout=2")
+    text = command(tmp_path, "pytorch-ddp", *settings, killed_at=(8,))
     script = tmp_path / "train.py"
     script.write_text(script.read_text().replace("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"))
     done = run_cli(text)
-    assert done.returncode == 0 and "rank 1 hangs in step 8 (callbacks)" in done.output, done.output
+    assert weights(done) == expected and "rank 1 hangs in step 8 (callbacks)" in done.output, done.output
     assert [event["step"] for event in events(tmp_path, "resumed")] == [7]
+    assert not memory_of(tmp_path / "run").exists()
 
 
 @pytest.mark.full

@@ -233,13 +233,14 @@ def _kill(number: int) -> Callable[[Run], None]:
 
 
 def _order(fault: str, name: str = "fault") -> Callable[[Run], None]:
-    """Order a fault of the job. The file appears complete."""
+    """Order a fault of the job, and wait until it begins. The file appears complete."""
 
     def order(run: Run) -> None:
         rank = run.some_rank()
         new = run.home(rank) / "new"
         new.write_text(fault)
-        new.rename(new.with_name(f"{name}-{rank}"))
+        file = new.rename(new.with_name(f"{name}-{rank}"))
+        poll(lambda: not file.exists(), RECOVERS_S, lambda: f"nobody reads {file.name}\n{run.output()}")
 
     return order
 
@@ -414,7 +415,8 @@ def _inject(run: Run, every_s: float, wait_s: float) -> Iterator[tuple[str, floa
         run.measure()
         at, began = run.step, time.monotonic()
         faults[name](run)
-        _wait_for_step(run, max(at, run.step) + 3)  # two more may come before the fault is felt
+        # A loader process reads two updates ahead, and the file may be one behind, so that three more may come before it is felt.
+        _wait_for_step(run, max(at, run.step) + 4)
         if (seconds := time.monotonic() - began) > SLOW_S:
             print(f"{name} took {seconds:.1f} s:\n{run.output()}", flush=True)
         yield name, seconds

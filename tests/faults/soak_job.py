@@ -85,7 +85,7 @@ def give_nan_in_next_step() -> None:
     watch.is_next_nan = True
 
 
-def fail(error: Exception) -> None:
+def throw(error: Exception) -> None:
     raise error
 
 
@@ -110,7 +110,7 @@ def fill_disk() -> None:
 
 FAULTS: dict[str, Callable[[], object]] = {
     "raise": lambda: int("no number"),
-    "no memory": lambda: fail(MemoryError("no memory is left")),
+    "no memory": lambda: throw(MemoryError("no memory is left")),
     "loop": loop_for_ever,
     "loop in the next step": loop_in_next_step,
     "nan": give_nan_in_next_step,
@@ -121,7 +121,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "another shape": lambda: dist.all_reduce(torch.ones(10007)),  # larger than what the other rank reduces next
 }
 FAULTS_OF_DATA: dict[str, Callable[[], object]] = {
-    "raise": lambda: fail(OSError("a sample cannot be read")),
+    "raise": lambda: throw(OSError("a sample cannot be read")),
     "loop": loop_for_ever,
 }
 watch = Watch()

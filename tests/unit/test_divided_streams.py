@@ -148,28 +148,32 @@ def test_loader_processes_divide_a_part_and_leave_the_order_alone() -> None:
 def test_a_global_batch_that_does_not_divide_is_read_by_every_rank() -> None:
     batch = plan(3, 6, 1, 16)
     assert sharded(Divisible(40), batch).notices == [
-        "train_data: every rank reads the whole stream, because global_batch_size=16 does not divide by 3 processes"
+        "train_data: every rank must read the whole stream, because global_batch_size=16 is not divisible by the 3 processes"
     ]
     ranks = groups_of_ranks(Divisible(40), batch)
     updates = [sorted(each) for each in samples_used(ranks, lambda batch: batch.tolist())]
     assert updates == used(Divisible(40), 1, 16)
 
 
-def test_a_notice_says_that_and_why_every_rank_reads_the_whole_stream() -> None:
+def test_a_notice_says_that_and_why_every_rank_must_read_the_whole_stream() -> None:
     datasets = pytest.importorskip("datasets")
-    whole = "train_data: every rank reads the whole stream, because "
+    split = pytest.importorskip("datasets.distributed").split_dataset_by_node
     rows = datasets.Dataset.from_dict({"x": list(range(100))}).to_iterable_dataset(num_shards=4)
-    mapped = rows.map(lambda row: {"x": row["x"] + 1})
-    of_hugging_face = "a Python function maps or filters its rows, or its DataLoader has num_workers above 0"
+    of_python = "its rows come from Python code, such as a function of map() or a generator"
     for data, why in (
-        (map(float, range(100)), "map has no method shard(index, count)"),
+        (map(float, range(100)), "map is an iterator, which cannot be divided"),
         (DataLoader(Plain(40), 4, num_workers=1), "Plain has no method shard(index, count)"),
-        (mapped, of_hugging_face),
-        (DataLoader(rows, 4, num_workers=1), of_hugging_face),
+        (rows.map(lambda row: {"x": row["x"] + 1}), of_python),
+        (datasets.IterableDataset.from_generator(lambda: ({"x": x} for x in range(40))), of_python),
+        (DataLoader(rows, 4, num_workers=1), "its DataLoader has num_workers above 0"),
+        (split(rows, 0, 2), "split_dataset_by_node has divided it already"),
     ):
-        assert sharded(data, plan(2, 4)).notices == [whole + why]
+        assert sharded(data, plan(2, 4)).notices == [
+            f"train_data: every rank must read the whole stream, because {why}"
+        ]
         assert not sharded(data, plan(1, 8)).notices
-    for data in (rows, Divisible(40), range(40)):
+        assert not sharded(data, plan(2, 4), shard_streams=False).notices
+    for data in (rows, Divisible(40)):
         assert not sharded(data, plan(2, 4)).notices
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -101,6 +103,40 @@ def test_all_samples_of_the_update_are_named_if_a_gradient_is_not_finite() -> No
     assert text(first, [0.5, 0.5]) == (
         "step 3: a gradient is NaN or infinite for samples 0, 1, 2, 3 of the data set (samples at positions 0 to 3 of the epoch)"
     )
+
+
+def test_each_rank_names_its_first_samples_and_the_rest_is_counted() -> None:
+    """Also if the samples of one rank would fill the message."""
+    plan, values = BatchPlan(40, 1, 2, 80), torch.zeros(80, 1)
+    values[[3, 77]] = NAN
+    data, barrier, said = TensorDataset(values), threading.Barrier(2, timeout=20), [None, None]
+
+    class TwoRanks(OneProcess):
+        def gather(self, value: Any) -> list[Any]:
+            said[self.rank] = value
+            barrier.wait()
+            return list(said)
+
+    def describe_on(rank: int, votes: dict[int, float]) -> str:
+        here, losses = TwoRanks(WorkerContext(rank, 2, rank, 2, 0, "cpu")), [NAN if votes[rank] else 0.5]
+        return describe(here, 3, updates(data, plan, rank)[0], votes, losses, rows_not_finite)
+
+    for votes, ranks in (({0: 0.0, 1: 0.0}, (0, 1)), ({0: 0.0, 1: 1.0}, (1,))):
+        with ThreadPoolExecutor(2) as pool:
+            texts = list(pool.map(describe_on, range(2), [votes] * 2))
+        assert texts[0] == texts[1]
+        keys = [[key for keys in updates(data, plan, rank)[0].keys_at(0, 80) for key in keys] for rank in ranks]  # type: ignore[misc]
+        named = ", ".join(str(key) for each in keys for key in each[:16])
+        assert f"for samples {named} and {24 * len(ranks)} more of the data set; not finite in the data: " in texts[0]
+        bad = ", ".join(str(key) for each in keys for key in each if key in (3, 77))
+        assert f"not finite in the data: {bad} (" in texts[0]
+
+
+def test_tensors_that_cannot_be_looked_at_are_left_out() -> None:
+    plain = torch.tensor([[1.0, NAN], [1.0, 1.0]])
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    others = [plain.to_sparse(), plain.to(torch.float8_e4m3fn), nested, torch.ones(2, 0)]
+    assert rows_not_finite([plain, *others], 2) == [0]
 
 
 def test_nothing_is_computed_while_losses_are_finite() -> None:

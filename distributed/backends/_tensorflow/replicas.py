@@ -134,7 +134,7 @@ class Joint(Data):
     data-parallel rank."""
 
     def __init__(self, inner: Data, num_devices: int) -> None:
-        self._inner, self.num_samples = inner, inner.num_samples
+        self._inner, self.num_samples, self.notices = inner, inner.num_samples, inner.notices
         whole = inner.batch
         self.batch = dataclasses.replace(
             whole,

@@ -223,6 +223,7 @@ class TorchData(Data):
             reduce=reduce,
         )
         self.batch, self.num_samples = self._inner.batch, self._inner.num_samples
+        self.notices = self._inner.notices
 
     @property
     def updates_per_epoch(self) -> int | None:

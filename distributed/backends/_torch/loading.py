@@ -31,7 +31,7 @@ from distributed.backends._torch.sources import (
     read_source,
     sample_count,
 )
-from distributed.backends._torch.stream_parts import hook_of, notice_of_whole_stream
+from distributed.backends._torch.stream_parts import Hook, hook_of
 from distributed.backends._torch.streams import PreshardedData, StreamData, WholeBatches, has_position
 from distributed.backends._torch.web_datasets import check_node_splitter
 from distributed.backends.base import ShardedData
@@ -88,16 +88,17 @@ def _stream(
     source: Source, batch: BatchPlan, rank: int, seed: int, options: DataOptions, *, train: bool, reduce: Reduce
 ) -> ShardedData:
     """Return this rank's part of a stream."""
-    ranks = batch.data_parallel_size
-    hook = hook_of(source) if options.shard_streams else None
-    is_whole = hook is None or batch.global_batch_size % ranks != 0
+    ranks, hook = batch.data_parallel_size, hook_of(source) if options.shard_streams else ""
+    is_divisible = batch.global_batch_size % ranks == 0
     stream: ShardedData
-    if hook is not None and (hook.can_skip or (ranks > 1 and not is_whole)):
+    if isinstance(hook, Hook) and (hook.can_skip or (ranks > 1 and is_divisible)):
         stream = DividedStream(source, batch, rank, seed, hook, train=train, reduce=reduce)
     else:
         stream = StreamData(source, batch, rank, seed, train=train, reduce=reduce if ranks > 1 else None)
-    if is_whole and ranks > 1 and options.shard_streams:
-        stream.notices = [notice_of_whole_stream(source, hook, batch)]
+    if ranks > 1 and hook and not stream.has_own_cursor:
+        size = f"global_batch_size={batch.global_batch_size}"
+        why = hook if isinstance(hook, str) else f"{size} is not divisible by the {ranks} processes"
+        stream.notices = [f"{source.name}: every rank must read the whole stream, because {why}"]
     return stream
 
 

@@ -65,15 +65,15 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 
 
 def rows_not_finite(batch: Any, num_samples: int) -> list[int]:
-    """Return the rows of a batch in which any tensor has a value that is NaN or infinite."""
+    """Return the rows of a batch in which any tensor has a value that is NaN or infinite.
+
+    Sparse, nested and 8-bit tensors are not looked at.
+    """
     found: set[int] = set()
     for tensor in _tensors(batch):
-        if tensor.is_floating_point() and tensor.dim() and len(tensor) == num_samples:
-            is_bad = (
-                ~torch.isfinite(tensor.detach()).flatten(1).all(1)
-                if tensor.dim() > 1
-                else ~torch.isfinite(tensor.detach())
-            )
+        is_plain = tensor.layout == torch.strided and not tensor.is_nested and tensor.element_size() > 1
+        if is_plain and tensor.is_floating_point() and tensor.dim() and tensor.numel() and len(tensor) == num_samples:
+            is_bad = ~torch.isfinite(tensor.detach()).reshape(num_samples, -1).all(1)
             found.update(is_bad.nonzero().flatten().tolist())
     return sorted(found)
 

@@ -40,6 +40,11 @@ def has_state(dataset: Any) -> bool:
     return all(callable(getattr(dataset, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def is_of_hugging_face(dataset: Any) -> bool:
+    """Return whether the data set is one of the library `datasets`."""
+    return type(dataset).__module__.startswith("datasets.")
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """Hold the user's data set and the settings of a DataLoader around it.

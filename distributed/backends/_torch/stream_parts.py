@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from distributed.backends._torch import sample_rng
 from distributed.backends._torch.fetching import announce_epoch
 from distributed.backends._torch.loader_processes import read_loader
-from distributed.backends._torch.sources import Source, has_state, loader_arguments
-from distributed.config.plan import BatchPlan
+from distributed.backends._torch.sources import Source, has_state, is_of_hugging_face, loader_arguments
 from distributed.errors import ConfigError
 
 OFF = "set data.shard_streams=false"
@@ -40,53 +39,40 @@ class Hook:
     can_skip: bool = True
 
 
-def notice_of_whole_stream(source: Source, hook: Hook | None, batch: BatchPlan) -> str:
-    """Return a notice that every rank reads the whole stream of `source`, and why. `hook` is the result of `hook_of`."""
-    ranks = batch.data_parallel_size
-    if hook is not None:
-        why = f"because global_batch_size={batch.global_batch_size} does not divide by {ranks} processes"
-    elif _is_of_hugging_face(source.dataset):
-        why = "because a Python function maps or filters its rows, or its DataLoader has num_workers above 0"
-    else:
-        why = f"because {type(source.dataset).__name__} has no method shard(index, count)"
-    return f"{source.name}: every rank reads the whole stream, {why}"
-
-
-def hook_of(source: Source) -> Hook | None:
-    """Return how the stream of `source` is divided by position, or None if it cannot be.
+def hook_of(source: Source) -> Hook | str:
+    """Return how the stream of `source` is divided by position, or the reason why it cannot be.
 
     Raises ConfigError if the data set has a method `shard` that does not take (index, count).
     """
     dataset = source.dataset
     if isinstance(dataset, Iterator):
-        return None
-    if _is_of_hugging_face(dataset):
+        return f"{type(dataset).__name__} is an iterator, which cannot be divided"
+    if is_of_hugging_face(dataset):
         return _hugging_face(source)
     shard = getattr(dataset, "shard", None)
     if not callable(shard):
-        return None
+        return f"{type(dataset).__name__} has no method shard(index, count)"
     _check_signature(shard, f"{source.name}: {type(dataset).__name__}.shard", {"index": 0, "count": 1})
     return Hook(functools.partial(_part_of, name=source.name))
 
 
-def _is_of_hugging_face(dataset: Any) -> bool:
-    return type(dataset).__module__.startswith("datasets.")
-
-
-def _hugging_face(source: Source) -> Hook | None:
+def _hugging_face(source: Source) -> Hook | str:
     """Return the hook for a stream of Hugging Face whose rows are dropped before they become Python objects.
 
-    Return None for a stream that applies a function to its rows, because the function would run for every row anyway. Also
-    return None for a stream with loader processes, because they divide the files among themselves.
+    Other streams have a reason. If Python code makes the rows, it would run for every row anyway. Loader processes divide the files
+    among themselves. If the stream was split for this rank, it is refused later, because the ranks differ.
     """
     from datasets.distributed import split_dataset_by_node
 
     dataset = source.dataset
-    is_table = getattr(getattr(dataset, "_ex_iterable", None), "iter_arrow", None) is not None
-    is_split = getattr(dataset, "_distributed", None) is not None  # which is refused later, because the ranks differ
-    is_old = "strategy" not in inspect.signature(split_dataset_by_node).parameters
-    if not is_table or is_split or is_old or source.num_workers:
-        return None
+    if getattr(dataset, "_distributed", None) is not None:
+        return "split_dataset_by_node has divided it already"
+    if getattr(getattr(dataset, "_ex_iterable", None), "iter_arrow", None) is None:
+        return "its rows come from Python code, such as a function of map() or a generator"
+    if source.num_workers:
+        return "its DataLoader has num_workers above 0"
+    if "strategy" not in inspect.signature(split_dataset_by_node).parameters:
+        return "this version of datasets cannot divide its rows"
     return Hook(
         lambda whole, index, count: split_dataset_by_node(whole, index, count, strategy="examples"), can_skip=False
     )

@@ -24,6 +24,7 @@ from distributed.backends._torch.sources import (
     Source,
     gather,
     has_state,
+    is_of_hugging_face,
     is_stream,
     loader_arguments,
     one_shot_error,
@@ -209,7 +210,7 @@ def has_position(dataset: Any, num_workers: int) -> bool:
 
 def has_shuffle_buffer(dataset: Any) -> bool:
     """Return whether a Hugging Face stream shuffles, or may shuffle, through a buffer. Its state leaves the buffer out."""
-    if not type(dataset).__module__.startswith("datasets."):
+    if not is_of_hugging_face(dataset):
         return False
     nodes = [getattr(dataset, "_ex_iterable", None)]
     while nodes:
