@@ -89,6 +89,8 @@ def test_weights_and_biases_misses_no_step_under_one_id(run_dir: Path) -> None:
     assert sorted({int(each["step"]) for each in values if "loss" in each}) == STEPS
 
 
-def test_a_logger_of_ones_own_has_each_step_once(run_dir: Path) -> None:
+def test_a_logger_of_ones_own_misses_no_step(run_dir: Path) -> None:
+    """The calls just before a kill may be repeated, if their delivery was not recorded."""
     lines = [line.split() for line in (run_dir / "lines.txt").read_text().splitlines()]
-    assert [int(step) for step, *names in lines if "loss" in names] == STEPS
+    steps = [int(step) for step, *names in lines if "loss" in names]
+    assert list(dict.fromkeys(steps)) == STEPS and steps[-2:] == STEPS[-2:]
