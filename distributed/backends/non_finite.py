@@ -25,16 +25,18 @@ class NanPolicy:
         self._policy, self._on_event = policy, on_event
         self._last_step, self._in_a_row = -1, 0
 
-    def apply(self, step: int, where: str, result: StepResult, can_be_made: bool, *, is_late: bool = False) -> None:
-        """Raise TrainingError, mark the update as left out, or warn, as `nan_policy` selects.
+    def apply(
+        self, step: int, describe: Callable[[], str], result: StepResult, can_be_made: bool, *, is_late: bool = False
+    ) -> None:
+        """Raise TrainingError, mark the update as left out, or warn, as `nan_policy` selects. A collective.
 
-        `where` begins the message. `can_be_made` says whether the update can be made anyway, and `is_late` whether it
-        has been made already.
+        `describe` returns the beginning of a message. It is a collective, which all ranks call, or none if there is no message.
+        `can_be_made` says whether the update can be made anyway, and `is_late` whether it has been made already.
         """
         if self._policy == "stop":
             when = "after the update, which is in no checkpoint" if is_late else "before the update"
             raise TrainingError(
-                f"{where}: stopped {when}. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
+                f"{describe()}: stopped {when}. Lower learning_rate, set gradient_clipping, or set nan_policy=skip"
             )
         is_new = step != self._last_step  # several updates of one batch have the same step
         if is_new:
@@ -42,7 +44,7 @@ class NanPolicy:
         self._last_step = step
         if is_new and self._in_a_row in (1, 10, 100, 1000):
             is_made = self._policy == "warn" and can_be_made
-            text = f"{where}: {'update made anyway' if is_made else 'update left out'}"
+            text = f"{describe()}: {'update made anyway' if is_made else 'update left out'}"
             self._on_event({"kind": "warning", "text": text})
         if self._policy == "skip":  # means that are reported must not contain this update
             result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []

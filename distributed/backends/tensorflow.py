@@ -282,8 +282,11 @@ class TensorFlowBackend(Backend[Any]):
         """Apply `nan_policy`. All ranks call it together, because the summed gradients are the same on each. A collective."""
         losses = [float(pending.sums["loss"][0])]
         votes = votes_of(self.world, losses)
-        where = describe(self.world, self._step + 1, update_batch, votes, losses)
-        self._nan_policy.apply(self._step, where, result, can_be_made=True)
+
+        def description() -> str:
+            return describe(self.world, self._step + 1, update_batch, votes, losses)
+
+        self._nan_policy.apply(self._step, description, result, can_be_made=True)
 
     # ------------------------------------------------------------------ results and evaluation
 

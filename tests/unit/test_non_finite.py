@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,12 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from distributed.backends._torch.loading import shard
 from distributed.backends._torch.nested import rows_not_finite
-from distributed.backends.non_finite import describe, votes_of
+from distributed.backends.non_finite import NanPolicy, describe, votes_of
 from distributed.backends.world import OneProcess
 from distributed.config.data import DataOptions
 from distributed.config.plan import BatchPlan
 from distributed.config.settings import DistributedConfig
-from distributed.state import DataRole, UpdateBatch, WorkerContext
+from distributed.state import DataRole, StepResult, UpdateBatch, WorkerContext
 
 NAN = math.nan
 
@@ -137,6 +139,21 @@ def test_tensors_that_cannot_be_looked_at_are_left_out() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     others = [plain.to_sparse(), plain.to(torch.float8_e4m3fn), nested, torch.ones(2, 0)]
     assert rows_not_finite([plain, *others], 2) == [0]
+
+
+def test_the_samples_are_looked_for_only_if_there_is_a_message() -> None:
+    """Looking for them is a collective, and many updates in a row may be left out."""
+    said: list[Mapping[str, Any]] = []
+    described: list[int] = []
+
+    def at(step: int) -> str:
+        described.append(step)
+        return f"step {step}"
+
+    policy = NanPolicy("skip", said.append)
+    for step in range(3, 24):
+        policy.apply(step, functools.partial(at, step), StepResult([]), can_be_made=True)
+    assert described == [3, 12] and [event["text"] for event in said] == [f"step {n}: update left out" for n in (3, 12)]
 
 
 def test_nothing_is_computed_while_losses_are_finite() -> None:

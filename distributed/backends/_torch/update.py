@@ -154,5 +154,8 @@ class Update:
             result.skipped = True  # make the scaler lower its scale
             return
         step = self.step - is_late
-        where = self._label + describe(self._backend.world, step + 1, update_batch, votes, values, rows_not_finite)
-        self._nan_policy.apply(step, where, result, can_be_made=not self._precision.leaves_out, is_late=is_late)
+
+        def description() -> str:
+            return self._label + describe(self._backend.world, step + 1, update_batch, votes, values, rows_not_finite)
+
+        self._nan_policy.apply(step, description, result, can_be_made=not self._precision.leaves_out, is_late=is_late)
