@@ -44,7 +44,8 @@ class NanPolicy:
         self._last_step = step
         if is_new and self._in_a_row in (1, 10, 100, 1000):
             is_made = self._policy == "warn" and can_be_made
-            text = f"{describe()}: {'update made anyway' if is_made else 'update left out'}"
+            row = f" ({self._in_a_row} in a row)" if self._in_a_row > 1 else ""
+            text = f"{describe()}: {'update made anyway' if is_made else 'update left out'}{row}"
             self._on_event({"kind": "warning", "text": text})
         if self._policy == "skip":  # means that are reported must not contain this update
             result.skipped, result.averages, result.deferred = True, without_weight(result.averages), []

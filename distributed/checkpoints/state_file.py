@@ -22,6 +22,7 @@ from distributed.config.kinds import (
     list_of,
     object_of,
     optional,
+    pair_of,
 )
 from distributed.config.reading import MAX_JSON_BYTES, parse_json
 from distributed.errors import CheckpointError, TrainingError
@@ -29,13 +30,13 @@ from distributed.state import DATA_VERSION, TrainState
 
 _TENSORS = "state.safetensors"
 _CLOCKS = {"train_time_s": 0.0, "total_time": 0.0}
-_NUMBERS, _SUMS = object_of(NUMBER), object_of(list_of(NUMBER))
+_NUMBERS, _SUMS = object_of(NUMBER), object_of(pair_of(NUMBER))
 _KINDS = {  # of the fields of TrainState
     "step": COUNT, "epoch": COUNT, "samples_in_epoch": COUNT, "samples_seen": COUNT, "cursor": optional(OBJECT),
     "data_version": COUNT,
     "stop_reason": optional(TEXT), "metrics": _NUMBERS, "best": _NUMBERS, "rows": list_of(_NUMBERS), "is_last_row_open": FLAG,
     "epoch_sums": _SUMS, "over_all": _NUMBERS, "log_sums": _SUMS, "train_time_s": SECONDS, "total_time": SECONDS,
-    "fit_starts": list_of(list_of(COUNT)), "callbacks": OBJECT,
+    "fit_starts": list_of(pair_of(COUNT)), "callbacks": OBJECT,
 }  # fmt: skip
 
 
@@ -64,6 +65,8 @@ def read_state(checkpoint: Path) -> tuple[TrainState, dict[str, Any]]:
 def _check(train: Any) -> None:
     """Raise ValueError if `train` cannot be a training state."""
     check_kinds(train, _KINDS)
+    if missing := [name for name in ("step", "epoch", "samples_in_epoch") if name not in train]:
+        raise ValueError(f"has no {missing[0]}")
     if not all({"step", "epoch"} <= row.keys() for row in train.get("rows", ())):
         raise ValueError("has a row without its step and epoch")
     if train.get("samples_in_epoch", 0) > train.get("samples_seen", 0):

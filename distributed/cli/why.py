@@ -15,6 +15,7 @@ from distributed.cli.run_argument import run_path
 from distributed.config.addresses import refuse_address
 from distributed.errors import shown
 from distributed.loggers.wording import duration
+from distributed.runs.remote import addresses_of
 from distributed.runs.why import STANDING, Problem, Why, read_why
 
 _WIDTH = 80
@@ -168,10 +169,23 @@ def _output(problem: Problem | None) -> str:
 def _continue(found: Why) -> str:
     if found.verdict not in ("failed", "killed", "interrupted") or found.state.part_of:
         return ""
-    where = Path(found.state.checkpoint).name if found.state.checkpoint else ""
-    if not where:
-        return ""
-    return f"with --run-dir {found.state.path} --resume, from {where}"
+    where = _checkpoint(found)
+    return "" if where is None else f"with --run-dir {found.state.path} --resume, from {Path(where).name}"
+
+
+def _checkpoint(found: Why) -> str | None:
+    """Return the newest checkpoint of the run, relative to its directory, or None if there is none any more.
+
+    One outside of the directory, which need not be visible here, or with a copy in object storage is taken as it was recorded.
+    """
+    recorded = found.state.checkpoint
+    if recorded is None or Path(recorded).parts[0] == ".." or addresses_of(found.state.path):
+        return recorded
+    path = found.state.path / recorded
+    if path.is_dir():
+        return recorded
+    kept = sorted(path.parent.glob("step-*")) if path.parent.is_dir() else []
+    return str(Path(recorded).with_name(kept[-1].name)) if kept else None
 
 
 def _log(found: Why) -> str:
@@ -191,5 +205,5 @@ def _as_json(found: Why) -> dict[str, Any]:
         "num_restarts": found.num_restarts, "resumed_at": list(found.resumed_at), "failed_saves": list(found.failed_saves),
         "nodes": list(found.nodes), "damaged": list(found.damaged), "stopped_by": found.stopped_by, "stop_reason": found.stop_reason,
         "silent_s": found.silent_s,
-        "launcher": found.launcher, "checkpoint": state.checkpoint, "fix": found.fix, "time": time.time(),
+        "launcher": found.launcher, "checkpoint": _checkpoint(found), "fix": found.fix, "time": time.time(),
     }  # fmt: skip

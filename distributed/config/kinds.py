@@ -36,6 +36,12 @@ def list_of(kind: Kind) -> Kind:
     )
 
 
+def pair_of(kind: Kind) -> Kind:
+    """Return the kind of lists of two items that are of `kind`."""
+    whole = list_of(kind)
+    return Kind(f"a list of two of {kind.words}", lambda value: whole.holds(value) and len(value) == 2)
+
+
 def object_of(kind: Kind) -> Kind:
     """Return the kind of objects whose values are all of `kind`."""
     return Kind(

@@ -257,8 +257,10 @@ def _manifest(directory: Path) -> dict[str, Any]:
     try:
         content: dict[str, Any] = parse_json(read_small(directory, MANIFEST, MAX_JSON_BYTES))
         check_kinds(content, _KINDS)
-        if content["format"] != _FORMAT or len(content["files"]) != len(content["samples"]):
+        if content["format"] != _FORMAT:
             raise ValueError(f"has format {content['format']}, and this version of the package knows {_FORMAT}")
+        if len(content["files"]) != len(content["samples"]):
+            raise ValueError(f"has {len(content['files'])} files, and numbers of samples of {len(content['samples'])}")
         return {name: content[name] for name in _KINDS}
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{directory / MANIFEST} is not a manifest of predictions: {error}") from None

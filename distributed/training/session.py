@@ -494,7 +494,12 @@ class FitSession(ModelSession):
         state = fit.state
         if resumed is not None:
             notices = [*notices, f"resumed from {resumed}: step {state.step}, epoch {state.epoch_in_words}"]
-            if state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
+            if self._num_fits < len(state.fit_starts):
+                notices.append(
+                    f"this is fit {self._num_fits} of the trainer, and the checkpoint is from fit {len(state.fit_starts)}: what the script"
+                    " computes before that fit, it computes with the weights of the checkpoint"
+                )
+            elif state.epoch >= merged.config.epochs or state.step >= (merged.config.max_steps or math.inf):
                 notices.append("nothing is left to do: raise epochs (or max_steps) to train further")
         elif self.files.wants_resume(merged) and self._num_fits == 1:
             notices = [

@@ -236,6 +236,15 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "directories in each other": (_deep_directories, "more than 100 directories deep"),
     "state: 1e999": (_in_state('"step": 4', '"step": 1e999'), "state.json has the number 1e999"),
     "state: 400 digits": (_in_state('"train_time_s": 1.5', '"train_time_s": ' + "1" * 400), "state.json has a number of 400 digits"),
+    "state: a start without a step": (
+        _in_state('"fit_starts": [[0, 0]]', '"fit_starts": [[]]'),
+        "fit_starts=[[]], which is not a list of a list of two",
+    ),
+    "state: a sum without its count": (
+        _in_state('"epoch_sums": {"loss": [1.0, 8.0]}', '"epoch_sums": {"loss": [1.0]}'),
+        "epoch_sums={'loss': [1.0]}, which is not an object of a list of two",
+    ),
+    "state: no position": (_in_state('"samples_in_epoch": 8, ', ""), "state.json is not a training state (has no samples_in_epoch)"),
     "state: nested lists": (_in_state('"best": 0.5', f'"best": {DEEP}'), "more than 100 deep"),
     "state: two million lists": (_in_state('"best": 0.5', f'"best": {GROUPS}'), "lists and objects, 300000 are allowed"),
     "state: two million numbers": (_in_state('"best": 0.5', f'"best": {NUMBERS}'), "values and names, 1350000 are allowed"),

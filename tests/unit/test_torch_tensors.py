@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -423,6 +424,24 @@ def test_another_optimizer_or_other_groups_are_refused_by_name(tmp_path: Path) -
     for odd in ({}, content | {"groups": [1]}, content | {"groups": [{"params": []}]}, content | {"values": []}):
         with pytest.raises(CheckpointError, match="does not hold an optimizer"):
             optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, odd)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("lr", None), ("lr", "0.1"), ("lr", [0.1]), ("eps", "x"), ("betas", [0.9]), ("betas", ["a", "b"]), ("amsgrad", 1),
+        ("weight_decay", True),
+    ],
+)  # fmt: skip
+def test_options_of_another_kind_are_refused_by_name(tmp_path: Path, option: str, value: Any) -> None:
+    """A checkpoint that somebody has edited."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    content = optimizer_state.save_optimizer(optimizer, tensors.named_parameters(model), tmp_path)
+    optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
+    content["groups"][0]["options"][option] = value
+    with pytest.raises(CheckpointError, match=re.escape(f"state.json has {option}={value!r} in parameter group 0")):
+        optimizer_state.load_optimizer(optimizer, tensors.named_parameters(model), tmp_path, content)
 
 
 def test_an_optimizer_slot_that_is_no_data_is_refused_by_name(tmp_path: Path) -> None:

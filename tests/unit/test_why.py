@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from distributed.launching.heartbeat import Heartbeat, Phase, phase_of
 from distributed.launching.verdicts import _facts_of
 from distributed.runs.directory import RunDirectory
 from distributed.runs.fixes import FIXES, STANDING_STILL
+from distributed.runs.remote import record_checkpoints
 from distributed.runs.why import STANDING, read_why
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
@@ -61,6 +63,8 @@ def test_a_run_that_failed_for_good_names_the_last_failure_and_what_was_done_bef
         tmp_path / "run", started(), ("worker_failed", KILLED), ("restarted", {}), started(1, 30), ("worker_failed", over),
         checkpoint="checkpoints/step-00000030",
     )  # fmt: skip
+    for step in (20, 30):
+        (run / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
     text = said(run)
     assert (
         ": failed in step 41, epoch 1 cause rank 1 was killed by signal 9 (SIGKILL) where rank 1, step 41 (training)"
@@ -68,6 +72,20 @@ def test_a_run_that_failed_for_good_names_the_last_failure_and_what_was_done_bef
     )
     assert "then restarted once, from step 30; no restart is left (max_restarts=1) try Most often" in text
     assert text.endswith(f"continue with --run-dir {run} --resume, from step-00000030")
+    (run / "checkpoints" / "step-00000030").rename(run / "checkpoints" / "damaged-step-00000030")
+    assert said(run).endswith(f"continue with --run-dir {run} --resume, from step-00000020")
+    shutil.rmtree(run / "checkpoints")
+    assert "continue" not in said(run)
+
+
+def test_a_checkpoint_that_is_not_in_the_run_directory_is_taken_as_it_was_recorded(tmp_path: Path) -> None:
+    over = {**KILLED, "then": "max_restarts=0"}
+    run = made(tmp_path / "run", started(), ("worker_failed", over), checkpoint="../elsewhere/step-00000030")
+    assert "from step-00000030" in said(run)
+    run = made(tmp_path / "other", started(), ("worker_failed", over), checkpoint="checkpoints/step-00000030")
+    assert "continue" not in said(run)
+    record_checkpoints(run, "s3://bucket/run/checkpoints", keep_latest_k=1, keep_best=False)
+    assert "from step-00000030" in said(run)
 
 
 def test_failures_of_an_earlier_launch_are_not_those_of_this_one(tmp_path: Path) -> None:

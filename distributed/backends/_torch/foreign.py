@@ -75,6 +75,9 @@ def _load(file: Path, *, trust: bool) -> Any:
     import torch
 
     is_zip = zipfile.is_zipfile(file)  # else it cannot be memory-mapped
+    with file.open("rb") as opened:
+        if not is_zip and opened.read(1) != pickle.PROTO:
+            raise ValueError("it is damaged, or was not written by torch.save")
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
@@ -83,7 +86,7 @@ def _load(file: Path, *, trust: bool) -> Any:
             raise ValueError("it is damaged, or was not written by torch.save") from None
         if not trust:
             raise _UntrustedError(needs[1]) from None
-    except (RuntimeError, EOFError) as error:
+    except (RuntimeError, EOFError, LookupError, ValueError, TypeError, AttributeError) as error:
         first = (str(error).splitlines() or ["it ends too early"])[0]
         raise ValueError(f"it is damaged, or was not written by torch.save ({first})") from None
     return torch.load(file, map_location="cpu", weights_only=False, mmap=is_zip)

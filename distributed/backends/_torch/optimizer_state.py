@@ -223,6 +223,27 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str], sa
             raise CheckpointError(
                 f"parameter group {i} holds {name} {where}: group the parameters as in the checkpoint"
             )
+        for option, value in decode_state(content["options"]).items():
+            own = group.get(option)
+            if not _is_alike(value, own) or (option == "lr" and value is None and own is not None):
+                raise CheckpointError(
+                    f"the checkpoint's state.json has {option}={value!r} in parameter group {i}, and the optimizer has {own!r}"
+                )
+
+
+def _is_alike(value: Any, own: Any) -> bool:
+    """Return whether `value`, from a file, may take the place of the option `own`. None stands for a value of any kind."""
+    if value is None or own is None:
+        return True
+    if isinstance(own, torch.Tensor):
+        return isinstance(value, (int, float, torch.Tensor))
+    if isinstance(own, bool) or isinstance(value, bool):
+        return type(value) is type(own)
+    if isinstance(own, (int, float)):
+        return isinstance(value, (int, float, torch.Tensor))
+    if isinstance(own, (list, tuple)):
+        return isinstance(value, (list, tuple)) and len(value) == len(own) and all(map(_is_alike, value, own))
+    return True
 
 
 def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
