@@ -515,19 +515,19 @@ class CheckpointStore:
         """Report a save that failed because of the disk. Raises TrainingError after `max_failed_saves` failed
         saves in a row."""
         self._misses += 1
+        is_full, is_last = error.errno in (errno.ENOSPC, errno.EDQUOT), self._misses >= self._max_failed_saves
         message = f"checkpoint {target} could not be saved: {error.strerror or error}"
         if self.context.is_main_process:
             needed, free = self._files.bytes_needed(target), self._files.bytes_free()
-            message += f" (needs at least {size_text(needed)}, {size_text(free)} free)"
-            text = (
-                f"{message}; training continues after failed save {self._misses} of {self._max_failed_saves} in a row"
-            )
+            if is_full:
+                message += f" (needs at least {size_text(needed)}, {size_text(free)} free)"
+            then = f"failed save {self._misses} of {self._max_failed_saves} in a row"
+            text = f"{message}; {then}" if is_last else f"{message}; training continues after {then}"
             self.on_event({
                 "kind": "warning", "text": text, "path": str(target), "cause": error.strerror or str(error),
                 "bytes_needed": needed, "bytes_free": free,
             })  # fmt: skip
-        if self._misses >= self._max_failed_saves:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_last:
             raise TrainingError(
                 f"{message}; {self._misses} failed saves in a row (max_failed_saves): "
                 f"{'free disk space' if is_full else 'see that its directory can be written'}, and run again with --resume"
