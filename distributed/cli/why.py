@@ -179,8 +179,8 @@ def _checkpoint(found: Why) -> str | None:
     One outside of the directory, which need not be visible here, or with a copy in object storage is taken as it was recorded.
     """
     recorded = found.state.checkpoint
-    if recorded is None or Path(recorded).parts[0] == ".." or addresses_of(found.state.path):
-        return recorded
+    if not recorded or recorded.startswith("..") or addresses_of(found.state.path):
+        return recorded or None
     path = found.state.path / recorded
     if path.is_dir():
         return recorded

@@ -84,6 +84,7 @@ def test_a_checkpoint_that_is_not_in_the_run_directory_is_taken_as_it_was_record
     assert "from step-00000030" in said(run)
     run = made(tmp_path / "other", started(), ("worker_failed", over), checkpoint="checkpoints/step-00000030")
     assert "continue" not in said(run)
+    assert "continue" not in said(made(tmp_path / "none", started(), ("worker_failed", over), checkpoint=""))
     record_checkpoints(run, "s3://bucket/run/checkpoints", keep_latest_k=1, keep_best=False)
     assert "from step-00000030" in said(run)
 
