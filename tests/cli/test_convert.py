@@ -256,6 +256,7 @@ def test_a_run_starts_from_a_converted_file(tmp_path: Path, monkeypatch: pytest.
     [
         ("model.pt", b"no pickle", "it is damaged, or was not written by torch.save"),
         ("model.pt", b"", "it is damaged, or was not written by torch.save"),
+        ("model.pt", b"a,b\n1,2\n", "it is damaged, or was not written by torch.save"),  # and no word of --trust
         ("model.pt", pickle.dumps([1, 2]), "it is damaged, or was not written by torch.save"),
         ("model.txt", b"text", "is none of .pt, .pth"),
         ("model.safetensors", b"", "is a safetensors file already: init_from and load_weights take it as it is"),

@@ -15,6 +15,7 @@ import pytest
 from distributed.runs.temporary import claim, memory_of, release
 from tests.conftest import Finished, Started, poll
 
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 SCRIPT = """
 import os, signal, sys, time
 import torch
@@ -29,7 +30,7 @@ class Kill(Callback):
         time.sleep({WAIT_S})
         last = int(os.environ["WORLD_SIZE"]) - 1
         if ATTEMPT < len(KILLED_AT) and state.step == KILLED_AT[ATTEMPT] and int(os.environ["RANK"]) == last:
-            os.kill(os.getpid(), signal.SIGKILL)
+            {FAULT}
 
 torch.manual_seed(0)
 data = TensorDataset(torch.randn(48, 4), torch.randn(48, 1))
@@ -45,10 +46,11 @@ if trainer.is_main_process:
 
 
 def command(
-    tmp_path: Path, backend: str, *flags: str, killed_at: tuple[int, ...] = (), wait_s: float = 0.0
+    tmp_path: Path, backend: str, *flags: str, killed_at: tuple[int, ...] = (), wait_s: float = 0.0, fault: str = KILL
 ) -> list[str]:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("{KILLED_AT}", repr(killed_at)).replace("{WAIT_S}", str(wait_s)))
+    text = SCRIPT.replace("{KILLED_AT}", repr(killed_at)).replace("{WAIT_S}", str(wait_s)).replace("{FAULT}", fault)
+    script.write_text(text)
     processes = "1" if backend == "single" else "2"
     return [
         "train", "--script", str(script), "--backend", backend, "--nproc-per-node", processes, "--device", "cpu", "--run-dir",
@@ -91,10 +93,7 @@ def test_a_rank_that_hangs_costs_at_most_one_step_and_no_bit(run_cli: Callable[.
     clean.mkdir()
     expected = weights(run_cli(command(clean, "pytorch-ddp")))
     settings = ("--set", "snapshot_every_n_steps=1", "--set", "hang_timeout=2")
-    text = command(tmp_path, "pytorch-ddp", *settings, killed_at=(8,))
-    script = tmp_path / "train.py"
-    script.write_text(script.read_text().replace("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(1000)"))
-    done = run_cli(text)
+    done = run_cli(command(tmp_path, "pytorch-ddp", *settings, killed_at=(8,), fault="time.sleep(1000)"))
     assert weights(done) == expected and "rank 1 hangs in step 8 (callbacks)" in done.output, done.output
     assert [event["step"] for event in events(tmp_path, "resumed")] == [7]
     assert not memory_of(tmp_path / "run").exists()

@@ -117,7 +117,7 @@ FAULTS: dict[str, Callable[[], object]] = {
     "disk": fill_disk,
     "exit": lambda: os._exit(3),
     "clock": jump,
-    "another collective": lambda: dist.barrier(),
+    "another collective": dist.barrier,
     "another shape": lambda: dist.all_reduce(torch.ones(10007)),  # larger than what the other rank reduces next
 }
 FAULTS_OF_DATA: dict[str, Callable[[], object]] = {

@@ -608,6 +608,8 @@ def test_max_failed_saves_is_the_number_that_ends_training(tmp_path: Path, numbe
     assert [one.save(step) for step in range(1, number)] == [None] * (number - 1)
     with pytest.raises(TrainingError, match=rf"{number} failed saves in a row \(max_failed_saves\): {fix}, and run"):
         one.save(number)
+    said = one.events[-1]["text"]
+    assert said.endswith(f"; failed save {number} of {number} in a row") and ("needs at least" in said) == (code == 28)
 
 
 @pytest.mark.parametrize("gone", ["run", "run/checkpoints", "run/checkpoints/step-00000001"])

@@ -127,6 +127,7 @@ def test_a_damaged_directory_is_an_error_in_one_line(tmp_path: Any) -> None:
     for wrong, message in (
         ({"samples": [11]}, "does not hold each sample once"),
         ({"files": [2]}, "rank-00000-000001.safetensors is missing"),
+        ({"files": []}, "has 0 files, and numbers of samples of 1"),
         ({"format": 2}, "has format 2, and this version of the package knows 1"),
         ({"samples": "no"}, "is not a manifest of predictions"),
     ):

@@ -617,3 +617,19 @@ def test_a_second_fit_of_a_resumed_trainer_does_not_say_that_it_starts_anew(caps
     assert "resumed from" in "".join(capsys.readouterr())
     runner.fit(DATA, epochs=3)
     assert "nothing to resume from" not in "".join(capsys.readouterr())
+
+
+def test_a_fit_that_resumes_from_the_checkpoint_of_a_later_one_says_so(capsys):
+    """A restart runs a script with two fits again from its beginning."""
+    settings = {"backend": "single", "batch_size": 4, "epochs": 1}
+    trainer = Trainer(torch.nn.Linear(2, 2), **settings)
+    trainer.fit(DATA)
+    history = trainer.fit(DATA)
+    again = Trainer(torch.nn.Linear(2, 2), resume_from_checkpoint=str(history.run_dir), **settings)
+    capsys.readouterr()
+    again.fit(DATA)
+    said = "".join(capsys.readouterr())
+    assert "this is fit 1 of the trainer, and the checkpoint is from fit 2" in said
+    assert "nothing is left to do" not in said
+    again.fit(DATA)
+    assert "the checkpoint is from" not in "".join(capsys.readouterr())

@@ -87,7 +87,7 @@ def shard(
 def _stream(
     source: Source, batch: BatchPlan, rank: int, seed: int, options: DataOptions, *, train: bool, reduce: Reduce
 ) -> ShardedData:
-    """Return this rank's part of a stream."""
+    """Return this rank's part of a stream. It has a notice if every rank must read all of it, unless the settings ask for that."""
     ranks, hook = batch.data_parallel_size, hook_of(source) if options.shard_streams else ""
     is_divisible = batch.global_batch_size % ranks == 0
     stream: ShardedData
