@@ -585,3 +585,9 @@ def test_samples_draw_the_numbers_that_they_draw_with_torch(parts):
         [updates] = groups_of_ranks(Drawing(), plan(1, 4), epoch=1, version=version)
         assert found == [row for update in updates for row in update.micro_batches[0].batch.tolist()]
     assert parts["drawn"][0] != parts["drawn"][1]
+    assert parts["drawn for two devices"] == parts["drawn"]
+
+
+def test_a_stream_of_torch_that_every_process_must_read_has_its_notice(parts):
+    why = "ChainDataset has no method shard(index, count)"
+    assert parts["noticed"] == [f"train_data: every rank must read the whole stream, because {why}"]

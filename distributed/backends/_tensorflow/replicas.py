@@ -151,6 +151,10 @@ class Joint(Data):
         """Yield the update batches of `epoch` after `skip` global samples."""
         return self._inner.epoch(epoch, skip)
 
+    def use_version(self, version: int) -> None:
+        """Read later epochs in the order of `version`."""
+        self._inner.use_version(version)
+
     def example(self) -> Any:
         """Return a batch to build a model with."""
         return self._inner.example()

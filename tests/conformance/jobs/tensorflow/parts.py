@@ -10,8 +10,10 @@ from unittest import mock
 import keras
 import numpy
 import tensorflow as tf
+from torch.utils.data import ChainDataset
 
 from distributed.backends._tensorflow.optim import Rates
+from distributed.backends._tensorflow.replicas import Joint
 from distributed.backends._tensorflow.sources import TensorFlowStreamData, batch_size_of, shard
 from distributed.backends._tensorflow.start import set_memory_growth
 from distributed.config.merging import Overrides, merge
@@ -79,12 +81,22 @@ class Drawing:
         return numpy.array([index, random.random(), numpy.random.rand()])
 
 
-def drawn(version):
+def noticed():
+    """Return the notices of a stream of torch, of which two processes with two devices each must read the whole."""
+    data = shard(
+        ChainDataset([]), batch=BatchPlan(2, 1, 2, 4), context=WorkerContext(0, 2, 0, 2, 0, "cpu"), config=DistributedConfig(),
+        role=DataRole.TRAINING, reduce=dict,
+    )  # fmt: skip
+    return Joint(data, 2).notices
+
+
+def drawn(version, num_devices=1):
     """Return the samples of an epoch."""
     data = shard(
         Drawing(), batch=BatchPlan(4, 1, 1, 4), context=WorkerContext(0, 1, 0, 1, 0, "cpu"), config=DistributedConfig(shuffle=True),
         role=DataRole.TRAINING, reduce=dict,
     )  # fmt: skip
+    data = Joint(data, num_devices) if num_devices > 1 else data
     data.use_version(version)
     return [row for update in data.epoch(1) for row in update.micro_batches[0].batch.tolist()]
 
@@ -119,6 +131,8 @@ print(
             "twice, from the third": updates(BATCHES.repeat(2), 8),
             "cut smaller": updates(BATCHES.rebatch(2)),
             "drawn": [drawn(version) for version in (2, 3)],
+            "drawn for two devices": [drawn(version, 2) for version in (2, 3)],
+            "noticed": noticed(),
         }
     )
 )
