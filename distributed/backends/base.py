@@ -282,8 +282,9 @@ class Backend(abc.ABC, Generic[OptionsT]):
     def save(self, directory: Path) -> dict[str, Any]:
         """Write this rank's tensors into the staged checkpoint `directory` and return the rest of the state, JSON-able.
 
-        Only the state that rank 0 returns is stored. The engine chooses the names of its files, and writes each file
-        with `checkpoints.durable.write_file`. A collective. Raises OSError if the disk fails.
+        Only the state that rank 0 returns is stored. The engine chooses the names of its files, and writes each file with
+        `checkpoints.tensor_file.write_tensors`, which creates the directories, or with `checkpoints.durable.write_file`. If these keep the
+        files in memory first (`checkpoint_async`), `directory` need not exist. A collective. Raises OSError if the disk fails.
         """
 
     @abc.abstractmethod

@@ -52,9 +52,7 @@ def write_metrics(directory: Path, content: Content, engine: Tensors) -> None:
                 fix = "pass over_all(..., transform=...) that keeps tensors, numbers and words"
                 raise TrainingError(f"{error}: {fix}") from None
     if encoded:
-        path = directory / FILE
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_tensors(path, tensors, {"metrics": json.dumps(encoded)})
+        write_tensors(directory / FILE, tensors, {"metrics": json.dumps(encoded)})
 
 
 def _plain(piece: RankedPart) -> list[Any]:

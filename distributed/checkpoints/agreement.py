@@ -52,14 +52,15 @@ _KINDS: dict[str, type[OSError | DistributedError]] = {
     "resource": ResourceError,
     "training": TrainingError,
 }
+_PLAIN = (bool, int, str, type(None))  # types of results that are told in the answer itself
 
 
 class Agreement:
     """Run actions so that their disk errors and user errors are raised on every rank.
 
     Only OSError and DistributedError are agreed on. A rank that raises another exception does not wait for the others, which raise
-    TrainingError with its message, or wait in the next collective if the action runs on the main process only. An action may take
-    longer than `timeout_s` as long as its process is alive.
+    TrainingError with its message. If the ranks share no store, they wait in the next collective instead. An action may take longer
+    than `timeout_s` as long as its process is alive.
     """
 
     def __init__(self, world: Ranks, timeout_s: float) -> None:
@@ -72,20 +73,21 @@ class Agreement:
         Every rank must call it. It is a barrier. If `action` fails, every rank raises its error.
         """
         error: OSError | DistributedError | None = None
-        answer: dict[str, Any] = {}
-        with self._turn(everybody=False):
+        value: Any = None
+        with self._turn(everybody=False) as turn:
             if self.context.is_main_process:
                 try:
-                    answer = {"value": action()}
+                    value = action()
+                    turn.said = {"value": value} if type(value) in _PLAIN else {"is_broadcast": True}
                 except (OSError, DistributedError) as raised:
-                    error, answer = raised, described(raised)
-        answer = self.world.broadcast(answer)
+                    error, turn.said = raised, described(raised)
+        answer = turn.heard[0]
         if error is not None:
             raise error
-        if "value" not in answer:
+        if "kind" in answer:
             raise rebuilt(answer, 0)
-        value: T = answer["value"]
-        return value
+        result: T = self.world.broadcast(value) if "is_broadcast" in answer else answer["value"]
+        return result
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank and return this rank's own result.
@@ -131,8 +133,8 @@ class Agreement:
         store = self.world.key_value_store()
         if store is None:
             yield (turn := Turn())
-            if everybody:
-                turn.heard = {rank: said for rank, said in enumerate(self.world.gather(turn.said)) if said is not None}
+            found = self.world.gather(turn.said) if everybody else [self.world.broadcast(turn.said)]
+            turn.heard = {rank: said for rank, said in enumerate(found) if said is not None}
             return
         if self._turns is None:  # the name is random because other agreements of this process may use the same store
             name = self.world.broadcast(secrets.token_hex(4) if self.context.is_main_process else None)

@@ -77,10 +77,14 @@ class CheckpointDirectory:
             manifest: the manifest without the files and the sequence number.
             known: the records of the files that `write_file` wrote, by their names in the stage. Other files are read again.
             sequence: the smallest sequence number that the checkpoint may get.
+
+        Raises OSError if one of the `known` files is not there, because somebody has deleted the stage meanwhile.
         """
         stage = stage_of(target)
         everything = sorted(stage.rglob("*"))
         names = {str(path.relative_to(stage)): path for path in everything if path.is_file()}
+        if lost := known.keys() - names.keys():
+            raise OSError(errno.ENOENT, f"{stage / min(lost)} was deleted before the checkpoint was complete")
         records = {name: _record_of(path, known.get(name)) for name, path in names.items()}
         number = max(self.next_sequence(), sequence)
         content = dataclasses.replace(manifest, files=records, sequence=number).to_bytes()

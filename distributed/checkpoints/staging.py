@@ -67,9 +67,11 @@ class Staging:
             yield
 
     def write(self) -> dict[Path, FileRecord]:
-        """Write the copied files durably. Return the record of each. Raises OSError if the disk fails."""
+        """Write the copied files durably. Return the record of each. Raises OSError if the disk fails or there is no stage."""
         with records_of_written() as written:
             for name in self._names:
+                for directory in [*reversed(name.parents)][1:]:
+                    (self._stage / directory).mkdir(exist_ok=True)
                 memory, sizes = self._used[name]
                 write_file(self._stage / name, _cut(memory, sizes), len(memory))
         return written

@@ -227,12 +227,12 @@ class CheckpointStore:
     ) -> BackgroundSave | None:
         """Copy the state and start the thread. Return None if this state is stored already. A collective."""
         stage = stage_of(target)
-        if not self._agreement.on_main(lambda: self._begin(target, state, best_value)):
+        with self._staging.copying(stage):
+            has_begun, extra = self._agreement.on_all(lambda: self._begin_and_copy(target, state, best_value))
+        if not self._agreement.world.broadcast(has_begun):
             if self.context.is_main_process:
                 when_over()
             return None
-        with self._staging.copying(stage):
-            extra = self._agreement.on_all(lambda: self._copy(stage, state))
         if self._name is None:  # random, because other stores of this process may use the same keys
             self._name = str(self._agreement.world.broadcast(secrets.token_hex(4)))
         self._num_begun += 1
@@ -243,12 +243,24 @@ class CheckpointStore:
             commit=lambda records: self._commit(target, manifest, which, records), when_over=when_over,
         )  # fmt: skip
 
-    def _copy(self, stage: Path, state: TrainState) -> dict[str, Any]:
-        """Copy this rank's part of the state. Return what `Backend.save` returns."""
-        extra = self.backend.save(stage)
+    def _begin_and_copy(self, target: Path, state: TrainState, best_value: float | None) -> tuple[bool, dict[str, Any]]:
+        """Create the stage, on the main process, and copy this rank's part of the state.
+
+        Return what `_begin` and `Backend.save` return. All ranks copy even if `_begin` fails or finds that the state is stored already,
+        because `Backend.save` is a collective.
+        """
+        has_begun, failure = True, None
         if self.context.is_main_process:
-            write_state(stage, state, extra)
-        return extra
+            try:
+                has_begun = self._begin(target, state, best_value)
+            except (OSError, DistributedError) as error:
+                failure = error
+        extra = self.backend.save(stage_of(target))
+        if failure is not None:
+            raise failure
+        if self.context.is_main_process:
+            write_state(stage_of(target), state, extra)
+        return has_begun, extra
 
     @functools.cached_property
     def _staging(self) -> Staging:

@@ -60,8 +60,9 @@ Writer = Callable[[Path, Iterator[bytes | memoryview], int], None]
 def write_tensors(
     path: Path, tensors: Sequence[RawTensor], metadata: Mapping[str, str], writer: Writer = write_file
 ) -> None:
-    """Write a safetensors file with `writer`, by default durably. Only one tensor at a time is in memory.
+    """Write a safetensors file with `writer`. Only one tensor at a time is in memory.
 
+    The default is to write durably and to create the directory, or to keep the file in memory (see `kept_in_memory`).
     Raises CheckpointError if there are too many tensors for one file, and OSError if `writer` does.
     """
     ordered = sorted(tensors, key=_place)
@@ -77,13 +78,12 @@ def write_tensors(
         raise CheckpointError(f"{path.name} would hold {len(tensors)} tensors, more than one file can: shard the state")
 
     start = len(header).to_bytes(8, "little") + header
-    if (
-        writer is write_file
-        and (memory := memory_for(path, [len(start), *(tensor.num_bytes for tensor in ordered)])) is not None
-    ):
-        memory[: len(start)] = start
-        copy_all(ordered, memory[len(start) :])
-        return
+    if writer is write_file:
+        if (memory := memory_for(path, [len(start), *(tensor.num_bytes for tensor in ordered)])) is not None:
+            memory[: len(start)] = start
+            copy_all(ordered, memory[len(start) :])
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield start

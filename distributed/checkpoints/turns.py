@@ -25,7 +25,8 @@ class Turn:
 
     Attributes:
         said: what this rank says at the end of its work, JSON-able, or None.
-        heard: rank -> what it said, without the ranks that said nothing. Set after a block in which every rank works.
+        heard: rank -> what it said, without the ranks that said nothing. Set after the block, the same on all ranks. If only the main
+            process works in the block, it alone is heard.
     """
 
     def __init__(self) -> None:
@@ -67,9 +68,9 @@ class Turns:
     def turn(self, *, everybody: bool) -> Iterator[Turn]:
         """Enter a block in which every rank works (`everybody`), or only the main process. Every rank must enter it.
 
-        If the block raises an error, this rank does not wait for the others. If every rank works in the block, the others hear what it
-        has said by then, or else the description of the error. Raises TrainingError on the waiting ranks if the rank that they wait for
-        sends no heartbeat.
+        If the block raises an error, this rank does not wait for the others. If it works in the block, they hear what it has
+        said by then, or else the description of the error. Raises TrainingError on the waiting ranks if the rank that they wait for sends
+        no heartbeat.
         """
         turn = Turn()
         signals = _Signals(self._store, self._context, self._name, self._num_over, self._timeout_s, turn)
@@ -149,57 +150,60 @@ class _Signals:
     def _take_part(self, everybody: bool, after_alone: bool) -> None:
         is_main = self._context.is_main_process
         if after_alone and not is_main:
-            self._wait_for(0, self._num_over)
+            self._heard_in(self._num_over - 1)
         while (is_main or everybody) and not self._is_done.wait(self._timeout_s / 4):
             self._beat()
-        if everybody and is_main:
-            self._turn.heard = {rank: said for rank, said in self._gathered().items() if said is not None}
-            self._store.set(self._key("heard"), f"{self._num_over + 1} {json.dumps(self._turn.heard)}")
-        if is_main or everybody:
-            self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(self._turn.said)}")
         if is_main:
+            said = self._gathered() if everybody else {0: self._turn.said}
+            self._turn.heard = {rank: each for rank, each in said.items() if each is not None}
+            self._store.set(self._key(f"0/{self._num_over}"), json.dumps(self._turn.heard))
             self._wait_until_read()
-        else:
-            self._wait_for(0)
-            if everybody:
-                self._turn.heard = self._heard()
+            return
+        if everybody:
+            self._store.set(self._key(self._context.rank), f"{self._num_over + 1} 0 {json.dumps(self._turn.said)}")
+        self._turn.heard = self._heard_in(self._num_over)
 
     def _gathered(self) -> dict[int, Any]:
         """Return what all ranks say at the end of their work, or what this rank says, if it ends its turn alone."""
         said = {}
         with contextlib.suppress(_AloneError):
             # other ranks wait for the main process, which therefore waits for all
-            said = {rank: self._wait_for(rank) for rank in range(1, self._context.world_size)}
+            said = {rank: self._said_by(rank) for rank in range(1, self._context.world_size)}
         return {0: self._turn.said, **said}
 
-    def _heard(self) -> dict[int, Any]:
-        number, _, content = self._store.get(self._key("heard")).decode().partition(" ")
-        if int(number) != self._num_over + 1:
-            raise TrainingError("rank 0 has ended a later turn alone, because it was interrupted")
-        return {int(rank): said for rank, said in json.loads(content).items()}
+    def _heard_in(self, num_over: int) -> dict[int, Any]:
+        """Wait until the main process ends the turn `num_over`, and return what it has heard. Each turn has a key of its own, because
+        the main process may be some turns ahead (see `_wait_until_read`)."""
+        found = self._wait_for(0, lambda: self._look(f"0/{num_over}"))
+        return {int(rank): said for rank, said in json.loads(found).items()}
+
+    def _said_by(self, rank: int) -> Any:
+        """Wait until this turn is over for `rank`, and return what it has said."""
+
+        def look() -> str:
+            found = self._look(rank)
+            return found if found and int(found.split(" ", 1)[0]) > self._num_over else ""
+
+        return json.loads(self._wait_for(rank, look).split(" ", 2)[2])
 
     def _beat(self) -> None:
         self._num_beats, self._last_beat = self._num_beats + 1, time.monotonic()
         self._store.set(self._key(self._context.rank), f"{self._num_over} {self._num_beats} null")
 
-    def _wait_for(self, rank: int, num_over: int | None = None) -> Any:
-        """Wait until `num_over` turns, by default all up to this one, are over for `rank`, and return what it said at the end.
-
-        Raises _AloneError if this rank ends its turn alone.
-        """
-        wanted = self._num_over + 1 if num_over is None else num_over
+    def _wait_for(self, rank: int, look: Callable[[], str]) -> str:
+        """Wait until `look` returns something, and count the heartbeats of `rank`. Raises _AloneError if this rank ends its turn alone."""
         before, pause_s = "", _FIRST_PAUSE_S
         self._seen.put(rank)
-        while not (found := self._look(rank)) or int(found.split(" ", 1)[0]) < wanted:
-            if found != before:
+        while not (found := look()):
+            if pause_s >= _LONGEST_PAUSE_S and (beat := self._look(rank)) != before:
                 self._seen.put(rank)
-            before = found
+                before = beat
             if self._is_alone.wait(pause_s):
                 raise _AloneError
             if self._context.is_main_process and time.monotonic() > self._last_beat + self._timeout_s / 4:
                 self._beat()
             pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
-        return json.loads(found.split(" ", 2)[2])
+        return found
 
     def _wait_until_read(self) -> None:
         """Wait until every other rank has read that this turn is over, or has ended it alone. This rank sends no heartbeats meanwhile."""
@@ -210,8 +214,8 @@ class _Signals:
                 return
             pause_s = min(_GROWTH * pause_s, _LONGEST_PAUSE_S)
 
-    def _look(self, rank: int) -> str:
-        key = self._key(rank)
+    def _look(self, what: int | str) -> str:
+        key = self._key(what)
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _key(self, what: int | str) -> str:

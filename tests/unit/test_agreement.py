@@ -219,6 +219,37 @@ def test_it_is_no_error_if_a_rank_enters_a_turn_of_the_main_process_late(monkeyp
         assert slow.result(10) == "done"
 
 
+def test_a_rank_that_is_late_hears_the_answer_of_its_own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main process may be some turns ahead of it."""
+    monkeypatch.setattr(turns, "_READ_S", 0.05)
+    threads, is_ahead = Threads(3), threading.Event()
+
+    def act(rank: int) -> list[Any]:
+        agreement = Agreement(OneOf(rank, threads), 20)
+        agreement.on_all(lambda: None)
+        if rank == 2:
+            assert is_ahead.wait(20)
+        found = [agreement.on_main(lambda number=number: number) for number in range(5)]
+        is_ahead.set()
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        assert [each.result(20) for each in [pool.submit(act, rank) for rank in range(3)]] == [[0, 1, 2, 3, 4]] * 3
+
+
+def test_an_error_of_the_main_process_that_is_not_agreed_on_ends_its_turn_on_all_ranks_at_once() -> None:
+    def act() -> None:
+        raise ValueError("a bug")
+
+    threads, began = Threads(3), time.monotonic()
+    with ThreadPoolExecutor(3) as pool:
+        done = [pool.submit(Agreement(OneOf(rank, threads), 5).on_main, act) for rank in range(3)]
+        errors = [each.exception() for each in done]
+    assert time.monotonic() - began < 4 and isinstance(errors[0], ValueError)
+    assert [str(error) for error in errors[1:]] == ["rank 0: ValueError: a bug"] * 2
+    assert all(isinstance(error, TrainingError) and error.is_echo for error in errors[1:])
+
+
 def test_a_rank_that_leaves_a_turn_has_said_that_it_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process may end at once after that."""
     threads, may_say = Threads(2), threading.Event()

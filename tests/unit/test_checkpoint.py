@@ -50,10 +50,8 @@ class BytesBackend:
 
     def save(self, directory: Path) -> dict[str, Any]:
         self.before_save()
-        (directory / "rng").mkdir(exist_ok=True)
         self._write(directory / "rng" / f"rank-{self.rank}.safetensors", bytes([self.rank]) * 40)
         if self.rank == 0:
-            (directory / "model").mkdir()
             self._write(directory / "model" / "model.safetensors", self.weights)
         return dict(self.extra)
 

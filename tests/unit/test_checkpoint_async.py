@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 import threading
 import time
@@ -20,6 +21,7 @@ from distributed.backends._torch.whole import free_bytes
 from distributed.callbacks import Callback
 from distributed.checkpoints import durable, staging
 from distributed.checkpoints.background import BackgroundSave
+from distributed.checkpoints.directory import CheckpointDirectory, stage_of
 from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.staging import Staging
 from distributed.checkpoints.tensor_file import read_raw
@@ -103,6 +105,64 @@ def test_a_disk_that_fails_in_the_background_is_a_miss_on_all_ranks(
     monkeypatch.setattr(durable, "_write_all", write)
     _, results = _on_ranks(tmp_path, 2, None, lambda: None, lambda one: begin(one, 5) and one.store.finish())
     assert results == [tmp_path / "step-00000005"] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_ranks_copy_even_if_the_save_cannot_begin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """To copy is a collective of some engines, so no rank may leave it out."""
+    monkeypatch.setattr(CheckpointDirectory, "begin", _no_space)
+    copied: list[int] = []
+
+    def act(one: Rig) -> bool:
+        one.backend.before_save = lambda: copied.append(one.backend.rank)
+        return begin(one, 1)
+
+    rigs, results = _on_ranks(tmp_path, size, None, lambda: None, act)
+    assert results == [False] * size and sorted(copied) == [*range(size)]
+    assert ["No space left on device" in text for text in rigs[0].messages] == [True]
+    assert names(tmp_path) == []
+
+
+def _no_space(self: CheckpointDirectory, target: Path) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_state_that_is_stored_already_is_not_written_again(tmp_path: Path, size: int) -> None:
+    def twice(one: Rig) -> Any:
+        told: list[int] = []
+        path = one.store.finish() if begin(one, 7) else None
+        before = (tmp_path / "step-00000007").stat().st_ino
+        one.backend.weights = b"other"  # which shows if they are written
+        assert begin(one, 7, lambda: told.append(one.backend.rank))
+        assert one.store.finish() == path
+        assert told == ([0] if one.backend.rank == 0 else [])
+        return path, before == path.stat().st_ino, one.store.resume(path)[1].step, one.backend.loaded[0]
+
+    _, results = _on_ranks(tmp_path, size, None, lambda: None, twice)
+    assert results == [(tmp_path / "step-00000007", True, 7, b"\x01\x02\x03\x04" * 64)] * size
+    assert names(tmp_path) == ["step-00000007"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_stage_that_is_deleted_during_a_save_becomes_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """The files that are written afterwards are not taken for the whole checkpoint."""
+    seal = CheckpointDirectory.seal
+
+    def delete_a_part(self: CheckpointDirectory, target: Path, *args: Any) -> None:
+        shutil.rmtree(stage_of(target) / "rng")
+        seal(self, target, *args)
+
+    monkeypatch.setattr(CheckpointDirectory, "seal", delete_a_part)
+    one = rig(tmp_path)
+    assert (begin(one, 1) and one.store.finish()) is None if is_async else one.save(1) is None
+    (text,) = one.messages
+    assert "rng/rank-0.safetensors was deleted before the checkpoint was complete" in text
+    assert names(tmp_path) == []
 
 
 def test_a_save_that_a_rank_did_not_finish_is_given_up_and_leaves_nothing(tmp_path: Path) -> None:

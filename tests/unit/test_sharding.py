@@ -281,6 +281,7 @@ def test_the_same_tensors_are_copied_to_the_places_of_the_last_save(
     def save(number: int, **metadata: str) -> list[str]:
         """Save and compare. Return the files that got a new layout."""
         stage, plain = tmp_path / str(number), tmp_path / f"plain-{number}"
+        stage.mkdir()
         layouts.clear()
         with staging.copying(stage):
             sharding.write(stage / "model", "model", tensors, one, **metadata)
@@ -330,6 +331,7 @@ def test_pieces_are_copied_to_the_places_of_the_last_save(tmp_path: Path, seed: 
     for number in range(6):
         for tensor in (mine["step"], *tensors.values()):
             tensor += number
+        (tmp_path / str(number)).mkdir()
         # in the fourth save, the tensors are whole
         kind = contextlib.nullcontext if number == 3 else stand_ins.written
         with kind(), staging.copying(tmp_path / str(number)):

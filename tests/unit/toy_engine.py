@@ -129,7 +129,7 @@ class ToyBackend(Backend[ToyOptions]):
         """No schedule."""
 
     def save(self, directory: Path) -> dict[str, Any]:
-        (directory / "model").mkdir()
+        (directory / "model").mkdir(parents=True, exist_ok=True)
         content = json.dumps(self.model.weights.tolist()).encode()
         write_file(directory / "model" / "weights.json", [content], len(content))
         return {"step": self._step}

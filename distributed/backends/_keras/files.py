@@ -31,7 +31,6 @@ def save_model(model: Any, directory: Path) -> None:
 def export(model: Any, path: Path) -> None:
     """Write the variables by name into one safetensors file atomically. Only one process may call it."""
     staged = path.with_name(f".tmp-{path.name}")
-    staged.parent.mkdir(parents=True, exist_ok=True)
     _write(staged, model_variables(model), {"format": "pt"})
     staged.replace(path)
 
@@ -230,7 +229,6 @@ def _check_content(content: Mapping[str, Any], optimizer: Any) -> None:
 
 
 def _write(path: Path, named: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     raw = [
         RawTensor(name, WORDS[_dtype(variable)], tuple(variable.shape), _reader(variable))
         for name, variable in named.items()

@@ -122,7 +122,6 @@ class Generators:
             **{name: numpy.asarray(variable.numpy()) for name, variable in self._copies(replica).items()},
         }
         path = directory / "rng" / f"rank-{self._streams[replica]}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
         raw = [RawTensor(name, WORDS[str(a.dtype)], a.shape, a.tobytes) for name, a in states.items()]
         write_tensors(path, raw, {"python.version": str(version)})
 

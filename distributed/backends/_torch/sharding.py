@@ -191,7 +191,6 @@ def write(
     if kept is not None and any(
         kept.copy_again(first, tensors, metadata) for first in (own_file, whole_file, one_file)
     ):
-        directory.mkdir(parents=True, exist_ok=True)
         return
     pieces = {name: _pieces(tensor) for name, tensor in tensors.items() if is_in_pieces(tensor)}
     whole = {name: tensor for name, tensor in tensors.items() if name not in pieces}
@@ -221,7 +220,7 @@ class _CopyAgain:
     """Copy tensors to the places in memory to which they were copied in the last save.
 
     Args:
-        tensors: all tensors that `write` got, by name. They are not kept alive.
+        tensors: all tensors that `write` got, by name. They are not kept alive, but the pieces of stand-ins are.
         metadata: what it got as metadata.
         places: where the parts are that this rank writes.
     """
@@ -229,8 +228,15 @@ class _CopyAgain:
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], places: Sequence[Place]
     ) -> None:
-        self._tensors = {name: (weakref.ref(tensor), _form(tensor)) for name, tensor in tensors.items()}
-        self._metadata, self._places = dict(metadata), places
+        stand_ins = _stand_ins.get()
+        cuts = {name: _cut(tensor, stand_ins) for name, tensor in tensors.items()}
+        self._tensors = {name: (weakref.ref(tensor), tensor.dtype, cuts[name]) for name, tensor in tensors.items()}
+        self._metadata = dict(metadata)
+        self._memory = [place for _, _, place in places]
+        # The name of each part, and the part itself if it is a piece of a stand-in.
+        self._parts = [
+            (name, cuts[name][number][1] if isinstance(cuts[name], list) else None) for name, number, _ in places
+        ]
 
     def __call__(self, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bool:
         """Copy `tensors`, if they, their forms and the metadata are the same as before. Return whether they are.
@@ -239,31 +245,31 @@ class _CopyAgain:
         """
         if metadata != self._metadata or tensors.keys() != self._tensors.keys():
             return False
+        stand_ins = _stand_ins.get()
         for name, tensor in tensors.items():
-            before, form = self._tensors[name]
-            if before() is not tensor or _form(tensor) != form:
+            before, dtype, cut = self._tensors[name]
+            if before() is not tensor or tensor.dtype is not dtype or not _is_same(_cut(tensor, stand_ins), cut):
                 return False
-        parts = [_part(tensors[name], number) for name, number, _ in self._places]
-        for (_, _, place), part in zip(self._places, parts, strict=True):
-            place.copy_(part, non_blocking=True)
+        parts = [local(tensors[name]) if piece is None else piece for name, piece in self._parts]
+        if any(part.shape != place.shape for part, place in zip(parts, self._memory, strict=True)):
+            return False  # a DTensor got a part of another shape
+        if parts:
+            with torch.no_grad():
+                torch._foreach_copy_(self._memory, parts, non_blocking=True)
         wait_for_copies(parts)
         return True
 
 
-def _form(tensor: torch.Tensor) -> Any:
-    """Return what the header of a file says of a tensor: equal for two tensors that are written alike."""
-    stand_ins = _stand_ins.get()
+def _cut(tensor: torch.Tensor, stand_ins: StandIns | None) -> Any:
+    """Return what tells how `tensor` is cut into pieces: those of a stand-in, the spec of a DTensor, or the shape."""
     if stand_ins is not None and (pieces := stand_ins.pieces(tensor)) is not None:
-        return tensor.dtype, tensor.shape, [(start, piece.shape) for start, piece in pieces]
-    return tensor.dtype, tensor.shape, box(tensor) if is_sharded(tensor) else None
+        return pieces
+    return tensor.shape if (sharded := _dtensor(tensor)) is None else sharded._spec
 
 
-def _part(tensor: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the piece `number` of `tensor` that this rank writes."""
-    stand_ins = _stand_ins.get()
-    if stand_ins is None or (pieces := stand_ins.pieces(tensor)) is None:
-        return local(tensor).detach()
-    return pieces[number][1]
+def _is_same(cut: Any, before: Any) -> bool:
+    """Return whether two cuts from `_cut` are equal. Neither pieces nor a spec change, and equal ones need not be recognized."""
+    return cut is before or (isinstance(cut, torch.Size) and bool(cut == before))
 
 
 def read(stored: StoredTensor, like: torch.Tensor | None = None) -> torch.Tensor:

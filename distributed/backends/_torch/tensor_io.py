@@ -99,7 +99,6 @@ def write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mappin
     Tensors may have any device and stride; one at a time is copied to the host. Return the places of the tensors in memory, if the file
     is kept there (`kept_in_memory`). A tensor without elements has none.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     places: dict[str, torch.Tensor] = {}
     raw = [
         RawTensor(

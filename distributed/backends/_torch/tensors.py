@@ -95,7 +95,6 @@ def save_weights(model: torch.nn.Module, path: Path, context: WorkerContext = AL
         if context.is_main_process:
             state[name] = full.cpu() if full is not tensor else tensor  # keeps one gathered tensor on the device
     if context.is_main_process:
-        staged.parent.mkdir(parents=True, exist_ok=True)
         write_file(staged, state, {"format": "pt"})
         staged.replace(path)
 
