@@ -46,6 +46,8 @@ class PredictionWriter:
         self, path: str | os.PathLike[str], context: WorkerContext, agreement: Agreement, *, force: bool
     ) -> None:
         """Make the directory. Raises ConfigError if it exists, unless `force` is set or an earlier `predict` left it unfinished."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError(f"predict(out={path!r}): name a directory, as a str or a Path")
         refuse_address(path, "predict(out=...)")
         self._path, self._context, self._agreement = Path(path), context, agreement
         agreement.on_main(lambda: _make(self._path, force=force))
@@ -200,7 +202,9 @@ def _complete(path: Path, content: dict[str, Any]) -> None:
 
 
 def _check(value: Any, num_samples: int, name: str) -> None:
-    """Raise ConfigError if a part of `value` has no row for each sample."""
+    """Raise ConfigError if a part of `value` has no row for each sample, or cannot be stored."""
+    if hasattr(value, "detach") and str(value.layout) != "torch.strided":
+        raise ConfigError(f"{name} is a tensor of the layout {value.layout}: return its to_dense()")
     if value is None or (has_rows(value, num_samples) and not isinstance(value, (dict, list, tuple))):
         return
     if isinstance(value, list) and len(value) == num_samples:
@@ -283,7 +287,7 @@ def _joined(pieces: Sequence[tuple[Any, int]], order: Any) -> Any:
         samples = [sample for value, n in pieces for sample in _samples(value, n)]
         return samples if order is None else [samples[i] for i in order.tolist()]
     keys = [[key for key, _ in _children(value)] for value in values]
-    if not keys[0] or any(each != keys[0] for each in keys):
+    if first is None or any(each != keys[0] for each in keys):
         raise ConfigError(f"the outputs of two batches have different structures: {_NOT_STORED}")
     joined = {key: _joined([(value[key], n) for value, n in pieces], order) for key in keys[0]}
     return Fields(joined) if isinstance(first, dict) else type(first)(joined.values())

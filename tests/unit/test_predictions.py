@@ -39,6 +39,7 @@ def several(inputs: Any) -> Any:
         "pairs": torch.stack([inputs, -inputs], 1).flatten(0, 1),
         "words": [f"word {int(each)}" for each in inputs[:, 0]],
         "array": inputs.numpy().astype("int32"),
+        "nothing": {},
         "boxes": [torch.ones(1 + int(each) % 3, 2) * each for each in inputs[:, 0]],
     }
 
@@ -88,6 +89,10 @@ REFUSED = [
     ),
     (lambda inputs: inputs.mean(0), r"outputs\[0\] is a Tensor without a row for each of 4 samples"),
     (lambda inputs: [object() for _ in inputs], r"outputs\[0\] is a builtins.object: predict\(out"),
+    (
+        lambda inputs: {"a": inputs.to_sparse()},
+        r"outputs\.a is a tensor of the layout torch\.sparse_coo: return its to_dense\(\)",
+    ),
 ]
 
 
@@ -118,6 +123,14 @@ def test_what_exists_is_refused_or_replaced(tmp_path: Any) -> None:
         trainer.predict(INPUTS, force=True)
     with pytest.raises(ConfigError, match="not on 's3://bucket/out'"):
         trainer.predict(INPUTS, out="s3://bucket/out")
+    with pytest.raises(ConfigError, match=r"predict\(out=5\): name a directory, as a str or a Path"):
+        trainer.predict(INPUTS, out=5)
+
+
+def test_batches_of_different_structures_are_refused(tmp_path: Any) -> None:
+    trainer = trainer_of(lambda inputs: {"last": inputs} if len(inputs) < 4 else None)
+    with pytest.raises(ConfigError, match="the outputs of two batches have different structures"):
+        trainer.predict(INPUTS, out=tmp_path / "out")
 
 
 def test_a_damaged_directory_is_an_error_in_one_line(tmp_path: Any) -> None:
