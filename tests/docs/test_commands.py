@@ -175,3 +175,16 @@ def test_code_that_needs_a_cluster_names_settings_that_exist():
     assert trainers
     with pytest.raises(distributed.ConfigError):
         DistributedConfig(**literals(ast.parse('Trainer(model, adress="ray://head:10001")').body[0].value))
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_and_benchmarks_that_a_page_names_exist(page):
+    named = set(re.findall(r"(?<![\w/])(?:tests|benchmarks)/[\w/]+\.py", page.read_text()))
+    assert not [name for name in sorted(named) if not (ROOT / name).is_file()]
+
+
+def test_a_word_that_selects_tests_selects_some():
+    rows = re.findall(r"`pytest -m '' (\S+\.py) -k (\w+)`", (ROOT / "docs" / "reliability.md").read_text())
+    assert rows
+    for file, word in rows:
+        assert re.search(rf"^def test_\w*{word}", (ROOT / file).read_text(), re.M), (file, word)
