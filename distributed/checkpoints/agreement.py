@@ -52,7 +52,6 @@ _KINDS: dict[str, type[OSError | DistributedError]] = {
     "resource": ResourceError,
     "training": TrainingError,
 }
-_PLAIN = (bool, int, str, type(None))  # types of results that are told in the answer itself
 
 
 class Agreement:
@@ -78,16 +77,14 @@ class Agreement:
             if self.context.is_main_process:
                 try:
                     value = action()
-                    turn.said = {"value": value} if type(value) in _PLAIN else {"is_broadcast": True}
                 except (OSError, DistributedError) as raised:
                     error, turn.said = raised, described(raised)
-        answer = turn.heard[0]
-        if error is not None:
-            raise error
-        if "kind" in answer:
-            raise rebuilt(answer, 0)
-        result: T = self.world.broadcast(value) if "is_broadcast" in answer else answer["value"]
-        return result
+        if turn.heard:
+            _raise_together(error, turn.heard, self.context.rank)
+        answer: T = self.world.broadcast(
+            value
+        )  # also the barrier: the main process may leave the turn before a rank enters it
+        return answer
 
     def on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank and return this rank's own result.

@@ -228,7 +228,7 @@ class CheckpointStore:
         """Copy the state and start the thread. Return None if this state is stored already. A collective."""
         stage = stage_of(target)
         with self._staging.copying(stage):
-            has_begun, extra = self._agreement.on_all(lambda: self._begin_and_copy(target, state, best_value))
+            has_begun, extra = self._agreement.on_all(lambda: self._copy_and_begin(target, state, best_value))
         if not self._agreement.world.broadcast(has_begun):
             if self.context.is_main_process:
                 when_over()
@@ -243,23 +243,16 @@ class CheckpointStore:
             commit=lambda records: self._commit(target, manifest, which, records), when_over=when_over,
         )  # fmt: skip
 
-    def _begin_and_copy(self, target: Path, state: TrainState, best_value: float | None) -> tuple[bool, dict[str, Any]]:
-        """Create the stage, on the main process, and copy this rank's part of the state.
+    def _copy_and_begin(self, target: Path, state: TrainState, best_value: float | None) -> tuple[bool, dict[str, Any]]:
+        """Copy this rank's part of the state, and create the stage on the main process. Return what `_begin` and `Backend.save` return.
 
-        Return what `_begin` and `Backend.save` return. All ranks copy even if `_begin` fails or finds that the state is stored already,
-        because `Backend.save` is a collective.
+        The copies are made first, because `Backend.save` is a collective, which has a timeout, and a disk may take longer.
         """
-        has_begun, failure = True, None
-        if self.context.is_main_process:
-            try:
-                has_begun = self._begin(target, state, best_value)
-            except (OSError, DistributedError) as error:
-                failure = error
         extra = self.backend.save(stage_of(target))
-        if failure is not None:
-            raise failure
-        if self.context.is_main_process:
-            write_state(stage_of(target), state, extra)
+        if not self.context.is_main_process:
+            return True, extra
+        has_begun = self._begin(target, state, best_value)
+        write_state(stage_of(target), state, extra)
         return has_begun, extra
 
     @functools.cached_property

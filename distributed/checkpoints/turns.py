@@ -192,12 +192,13 @@ class _Signals:
 
     def _wait_for(self, rank: int, look: Callable[[], str]) -> str:
         """Wait until `look` returns something, and count the heartbeats of `rank`. Raises _AloneError if this rank ends its turn alone."""
-        before, pause_s = "", _FIRST_PAUSE_S
+        before, pause_s, next_s = "", _FIRST_PAUSE_S, time.monotonic() + self._timeout_s / 8
         self._seen.put(rank)
         while not (found := look()):
-            if pause_s >= _LONGEST_PAUSE_S and (beat := self._look(rank)) != before:
-                self._seen.put(rank)
-                before = beat
+            if time.monotonic() > next_s:
+                if (beat := self._look(rank)) != before:
+                    self._seen.put(rank)
+                before, next_s = beat, time.monotonic() + self._timeout_s / 8
             if self._is_alone.wait(pause_s):
                 raise _AloneError
             if self._context.is_main_process and time.monotonic() > self._last_beat + self._timeout_s / 4:

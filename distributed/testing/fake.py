@@ -94,7 +94,7 @@ class FakeBackend(Backend[FakeOptions]):
 
     def save(self, directory: Path) -> dict[str, Any]:
         self.calls.append("save")
-        (directory / "model").mkdir()
+        (directory / "model").mkdir(parents=True, exist_ok=True)
         content = json.dumps(self.weight).encode()
         write_file(directory / "model" / "weight.json", [content], len(content))
         return {}

@@ -219,22 +219,67 @@ def test_it_is_no_error_if_a_rank_enters_a_turn_of_the_main_process_late(monkeyp
         assert slow.result(10) == "done"
 
 
-def test_a_rank_that_is_late_hears_the_answer_of_its_own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_late_hears_the_error_of_its_own_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main process may be some turns ahead of it."""
     monkeypatch.setattr(turns, "_READ_S", 0.05)
     threads, is_ahead = Threads(3), threading.Event()
 
-    def act(rank: int) -> list[Any]:
-        agreement = Agreement(OneOf(rank, threads), 20)
+    def fail(number: int) -> None:
+        raise CheckpointError(f"refused {number}")
+
+    def act(rank: int) -> list[str]:
+        agreement, found = Agreement(OneOf(rank, threads), 20), []
         agreement.on_all(lambda: None)
         if rank == 2:
             assert is_ahead.wait(20)
-        found = [agreement.on_main(lambda number=number: number) for number in range(5)]
+        for number in range(5):
+            try:
+                agreement.on_main(lambda number=number: fail(number))
+            except CheckpointError as error:
+                found.append(str(error).removeprefix("rank 0: "))
         is_ahead.set()
         return found
 
     with ThreadPoolExecutor(3) as pool:
-        assert [each.result(20) for each in [pool.submit(act, rank) for rank in range(3)]] == [[0, 1, 2, 3, 4]] * 3
+        results = [each.result(20) for each in [pool.submit(act, rank) for rank in range(3)]]
+    assert results == [[f"refused {number}" for number in range(5)]] * 3
+
+
+def test_the_main_process_waits_for_a_late_rank_after_it_has_left_the_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_READ_S", 0.05)
+    threads, may_enter = Threads(2), threading.Event()
+
+    def act(rank: int) -> int:
+        agreement = Agreement(OneOf(rank, threads), 20)
+        agreement.on_all(lambda: None)
+        assert rank == 0 or may_enter.wait(20)
+        return agreement.on_main(lambda: 3)
+
+    with ThreadPoolExecutor(2) as pool:
+        main, late = [pool.submit(act, rank) for rank in range(2)]
+        with pytest.raises(TimeoutError):
+            main.result(0.5)
+        may_enter.set()
+        assert [main.result(20), late.result(20)] == [3, 3]
+
+
+@pytest.mark.parametrize("latency_s", [0.0, 0.02])
+def test_a_rank_that_sends_heartbeats_may_work_for_many_times_the_timeout(
+    latency_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, look = Threads(2), Threads.check
+    monkeypatch.setattr(Threads, "check", lambda self, keys: (time.sleep(latency_s), look(self, keys))[1])
+
+    def act(rank: int) -> str:
+        if rank == 0:
+            time.sleep(2.5)  # what this test is about
+        return "done"
+
+    with ThreadPoolExecutor(2) as pool:
+        done = [
+            pool.submit(Agreement(OneOf(rank, threads), 0.8).on_all, lambda rank=rank: act(rank)) for rank in (0, 1)
+        ]
+        assert [each.result(20) for each in done] == ["done", "done"]
 
 
 def test_an_error_of_the_main_process_that_is_not_agreed_on_ends_its_turn_on_all_ranks_at_once() -> None:

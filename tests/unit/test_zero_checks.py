@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from distributed.backends._deepspeed.copying import DeepSpeedCopying  # noqa: E402
 from distributed.backends._deepspeed.engine import check  # noqa: E402
 from distributed.backends._deepspeed.held_slots import HeldSlots  # noqa: E402
+from distributed.backends._deepspeed.partitions import Partitions  # noqa: E402
 from distributed.checkpoints.shards import StoredTensor  # noqa: E402
 from distributed.errors import ConfigError  # noqa: E402
 
@@ -53,3 +54,27 @@ def test_the_state_of_a_checkpoint_counts_before_the_engine_has_it() -> None:
         for slot in ("exp_avg", "exp_avg_sq"):
             held.add(parameter, slot, StoredTensor(slot, "F32", tuple(parameter.shape), ()), torch.float32)
     assert DeepSpeedCopying(backend).num_bytes() == (3 * 4 * 310 / 2, 3 * 4 * 310 / 2)
+
+
+def test_a_partition_that_has_moved_is_saved_from_its_new_memory() -> None:
+    """DeepSpeed moves partitions with `offload_states` and `reload_states`."""
+    parameter, flat = torch.nn.Parameter(torch.empty(2, 3)), torch.arange(6.0)
+    address = types.SimpleNamespace(start=0, numel=6)
+    parameter._hp_mapping = types.SimpleNamespace(
+        lp_fragment_address=address, hp_fragment_address=address, param_group_index=0
+    )
+    zero = types.SimpleNamespace(single_partition_of_fp32_groups=[flat], bit16_groups=[[parameter]])
+    world = types.SimpleNamespace(context=types.SimpleNamespace(device="cpu"))
+    partitions = Partitions(zero, [parameter], 1, world)
+
+    def saved() -> tuple[Any, Any]:
+        (made,) = partitions.weights().values()
+        ((_, piece),) = partitions.stand_ins.pieces(made)
+        return made, piece.flatten().tolist()
+
+    first, values = saved()
+    assert values == [0, 1, 2, 3, 4, 5]
+    flat += 1
+    assert saved() == (first, [1, 2, 3, 4, 5, 6])
+    flat.data = flat + 1
+    assert saved()[1] == [2, 3, 4, 5, 6, 7]

@@ -51,8 +51,8 @@ class Partitions:
         self._flat_of = {p: _flat_index(zero, p, stage) for p in self._shapes}
         self._world, self._device = world, torch.device(world.context.device)
         self.stand_ins = StandIns()
-        # (parameter, slot or None) -> (the partition, the stand-in)
-        self._made: dict[tuple[torch.nn.Parameter, str | None], tuple[torch.Tensor, torch.Tensor]] = {}
+        # (parameter, slot or None) -> (the partition, its address, the stand-in)
+        self._made: dict[tuple[torch.nn.Parameter, str | None], tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def whole(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the whole parameter in fp32, on this rank's device. A collective."""
@@ -87,16 +87,17 @@ class Partitions:
         return found
 
     def _stand_in(self, parameter: torch.nn.Parameter, slot: str | None, value: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in for a tensor of the parameter's shape whose partition is `value`, the same one in each save."""
-        before, found = self._made.get((parameter, slot), (None, None))
-        if found is not None and before is value:
+        """Return the stand-in for a tensor of the parameter's shape whose partition is `value`, the same one in each save as long as the
+        partition has the same memory."""
+        before, address, found = self._made.get((parameter, slot), (None, 0, None))
+        if found is not None and before is value and address == value.data_ptr():
             return found
         if found is not None:
             self.stand_ins.forget([found])
         piece = self._pieces[parameter]
         mine = value[:0].detach() if piece is None else piece.of(value)
         made = self.stand_ins.make(self._shapes[parameter], mine, 0 if piece is None else piece.start)
-        self._made[parameter, slot] = value, made
+        self._made[parameter, slot] = value, value.data_ptr(), made
         return made
 
     def set_state(self, optimizer: torch.optim.Optimizer, state: State, names: Mapping[torch.Tensor, str]) -> None:
