@@ -76,6 +76,10 @@ class Staging:
                 write_file(self._stage / name, _cut(memory, sizes), len(memory))
         return written
 
+    def release(self) -> None:
+        """Release the memory, and all references to what was copied."""
+        self._kept, self._used, self._copies, self._names = {}, {}, {}, []
+
     def memory_for(self, path: Path, sizes: Sequence[int]) -> memoryview:
         """See `KeptFiles`. Raises TrainingError if there is not enough memory."""
         name, num_bytes = path.relative_to(self._stage), sum(sizes)

@@ -124,6 +124,7 @@ class CheckpointStore:
         self._misses = 0
         self._pending: Path | None = None  # the checkpoint that is saved in the background
         self._background: BackgroundSave | None = None
+        self._staging = Staging(lambda num_bytes: backend.copying.allocate(num_bytes))
         self._name: str | None = None
         self._num_begun = 0
         # Path and identity of the state saved or loaded last. The identity of a loaded one, None, is computed if it is needed.
@@ -212,8 +213,12 @@ class CheckpointStore:
         self._pending = self._background = None
 
     def close(self) -> None:
-        """Remove the files beside the checkpoints that only a running fit needs. Not a collective. Do not save after this call."""
+        """Remove the files beside the checkpoints that only a running fit needs, and release the memory for copies of the state.
+
+        Not a collective. Do not save after this call.
+        """
         self._copies.close()
+        self._staging.release()
         if self.context.is_main_process:
             self._remove_opened()
 
@@ -254,10 +259,6 @@ class CheckpointStore:
         has_begun = self._begin(target, state, best_value)
         write_state(stage_of(target), state, extra)
         return has_begun, extra
-
-    @functools.cached_property
-    def _staging(self) -> Staging:
-        return Staging(self.backend.copying.allocate)
 
     def _remove_stage(self, target: Path) -> None:
         if self.context.is_main_process:

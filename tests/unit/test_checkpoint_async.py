@@ -8,6 +8,7 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from distributed import Trainer
+from distributed.backends._torch.copying import TorchCopying
 from distributed.backends._torch.whole import free_bytes
 from distributed.callbacks import Callback
 from distributed.checkpoints import durable, staging
@@ -316,6 +318,22 @@ def test_a_fit_has_the_checkpoints_weights_and_events_of_one_that_saves_at_once(
     weights = [trainer.model.state_dict() for trainer in (runs[False][1], runs[True][1], again)]
     for name, tensor in weights[0].items():
         assert all(torch.equal(tensor, other[name]) for other in weights[1:])
+
+
+def test_a_fit_keeps_no_copy_and_no_weak_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to swap tensors that have weak references, as `module.double()` does with tensor subclasses."""
+    monkeypatch.chdir(tmp_path)
+    kept: list[weakref.ref[Any]] = []
+
+    def allocate(self: Any, num_bytes: int) -> memoryview:
+        memory = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+        kept.append(weakref.ref(memory))
+        return memory.data
+
+    monkeypatch.setattr(TorchCopying, "allocate", allocate)
+    _, trainer, _ = trained(is_async=True)
+    assert [weakref.getweakrefcount(parameter) for parameter in trainer.model.parameters()] == [0] * 4
+    assert len(kept) >= 3 and not any(each() is not None for each in kept)
 
 
 def test_a_save_in_the_background_that_fails_is_made_good_at_the_end(
