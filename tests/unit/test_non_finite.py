@@ -139,7 +139,11 @@ def test_tensors_that_cannot_be_looked_at_are_left_out() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     others = [plain.to_sparse(), plain.to(torch.float8_e4m3fn), nested, torch.ones(2, 0)]
     assert rows_not_finite([plain, *others], 2) == [0]
-    assert rows_not_finite(plain[:, :2], 2) == []  # either dimension may be that of the samples
+    assert rows_not_finite(plain[:, :2], 2) == [0]
+    assert rows_not_finite(torch.full((2, 3, 2, 2), NAN), 2) == [0, 1]  # images
+    assert (
+        rows_not_finite(torch.full((2, 2, 3), NAN), 2) == []
+    )  # sequences, whose second dimension may be that of the samples
 
 
 def test_the_samples_are_looked_for_only_if_there_is_a_message() -> None:

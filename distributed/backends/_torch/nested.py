@@ -67,13 +67,17 @@ def move(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
 def rows_not_finite(batch: Any, num_samples: int) -> list[int]:
     """Return the rows of a batch in which any tensor has a value that is NaN or infinite.
 
-    Sparse, nested and 8-bit tensors are not looked at, and neither are tensors of which several dimensions have `num_samples` entries,
-    because any of them may be that of the samples.
+    Sparse, nested and 8-bit tensors are not looked at, and neither are sequences of `num_samples` steps, whose second dimension may be
+    that of the samples.
     """
     found: set[int] = set()
     for tensor in _tensors(batch):
         is_plain = tensor.layout == torch.strided and not tensor.is_nested and tensor.element_size() > 1
-        is_first = tensor.dim() > 0 and len(tensor) == num_samples and list(tensor.shape).count(num_samples) == 1
+        is_first = (
+            tensor.dim() > 0
+            and len(tensor) == num_samples
+            and not (tensor.dim() > 2 and tensor.shape[1] == num_samples)
+        )
         if is_plain and is_first and tensor.is_floating_point() and tensor.numel():
             is_bad = ~torch.isfinite(tensor.detach()).reshape(num_samples, -1).all(1)
             found.update(is_bad.nonzero().flatten().tolist())
