@@ -34,7 +34,6 @@ class Tensors(BytesBackend):
 
     def save(self, directory: Path) -> dict[str, Any]:
         if self.rank == 0:
-            (directory / "model").mkdir()
             value = self.weights[:1]
             content = {"first": value * LARGE, "small": value * 100, "second": value * LARGE, "tiny": value * 7}
             write_tensors(
