@@ -81,9 +81,8 @@ class Agreement:
                     error, turn.said = raised, described(raised)
         if turn.heard:
             _raise_together(error, turn.heard, self.context.rank)
-        answer: T = self.world.broadcast(
-            value
-        )  # also the barrier: the main process may leave the turn before a rank enters it
+        # This is also the barrier: the main process may leave the turn before a rank enters it.
+        answer: T = self.world.broadcast(value)
         return answer
 
     def on_all(self, action: Callable[[], T]) -> T:
