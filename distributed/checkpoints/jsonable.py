@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from distributed.config.reading import has_containers
+
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -45,11 +47,13 @@ def decode(content: Any, special: Callable[[str, Any], Any] | None = None) -> An
     Raises ValueError for a kind that neither this function nor `special(kind, content)` knows.
     """
     if isinstance(content, list):
-        return [decode(item, special) for item in content]
+        return [decode(item, special) for item in content] if has_containers(content) else content
     if not isinstance(content, dict):
         return content
     kind = next(iter(content), "")
     if not kind.startswith("__"):
+        if not has_containers(content.values()):
+            return content
         return {key: decode(item, special) for key, item in content.items()}
     inner = content[kind]
     if kind == "__float__" and inner in _NOT_FINITE:

@@ -9,15 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from distributed.config.reading import MAX_CONTAINERS, LimitError, num_containers, open_regular, parsed
+from distributed.config.reading import (
+    MAX_CONTAINERS,
+    LimitError,
+    has_containers,
+    num_containers,
+    num_values,
+    open_regular,
+    parsed,
+)
 
-MAX_LINE_BYTES = 1 << 20  # a longer line is left out
+MAX_LINE_BYTES, MAX_LINE_VALUES = 1 << 20, 50_000  # a line with more bytes, or more values and names, is left out
 JOURNAL = (32 << 20, MAX_CONTAINERS)  # bytes, lists and objects of a file
 METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
-# Bytes of memory: of the lines of a journal, enough for 230,000 events of 150 bytes; of the log lines of a run, enough for 1,000,000
+# Bytes of memory: of the lines of a journal, enough for 150,000 events of 150 bytes; of the log lines of a run, enough for 1,000,000
 # of 12 numbers, and their times.
-JOURNAL_MEMORY, METRICS_MEMORY = 120 << 20, 3 << 29
+JOURNAL_MEMORY, METRICS_MEMORY = 80 << 20, 3 << 29
 _ENTRY_BYTES = 100  # of a dict, for a name that is stored once
+_MOST_SHARED = 1000  # names of one object. To look up more of them takes longer than to store them again.
 
 
 def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
@@ -48,11 +57,15 @@ def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | Non
         while left > 0 and (line := file.readline(left)):
             left -= len(line)
             try:
-                value = parsed(line, errors="replace") if len(line) <= MAX_LINE_BYTES else None
+                value = parsed(line, errors="replace") if _is_short(line) else None
             except ValueError:
                 continue
             if value is not None:
                 yield value
+
+
+def _is_short(line: bytes) -> bool:
+    return len(line) <= MAX_LINE_VALUES or (len(line) <= MAX_LINE_BYTES and num_values(line) <= MAX_LINE_VALUES)
 
 
 def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
@@ -72,11 +85,12 @@ class Memory:
     def __init__(self, num_bytes: int) -> None:
         self._limit = self._left = num_bytes
         self._names: dict[str, str] = {}
+        self._num_not_shared = 0  # names of large objects
 
     @property
     def num_names(self) -> int:
-        """Return the number of different names in the values."""
-        return len(self._names)
+        """Return the number of different names in the values. Those of an object with more than 1000 names count each time."""
+        return len(self._names) + self._num_not_shared
 
     def take(self, value: Any) -> Any:
         """Return an equal value that shares its names with the values before it. Raises LimitError if all values take too much memory."""
@@ -88,16 +102,20 @@ class Memory:
 
     def _shared(self, value: Any) -> Any:
         """Return an equal value that shares its names, and count what is inside it."""
-        if isinstance(value, dict):
+        if type(value) is dict:
             names, before = self._names, len(self._names)
-            value = {
-                names.setdefault(name, name): self._shared(inner) if isinstance(inner, (dict, list)) else inner
-                for name, inner in value.items()
-            }
+            is_flat = not has_containers(value.values())
+            if len(value) > _MOST_SHARED:
+                self._num_not_shared += len(value)
+                self._left -= sum(map(sys.getsizeof, value))
+                value = value if is_flat else {name: self._shared(inner) for name, inner in value.items()}
+            else:
+                inner = value.values() if is_flat else map(self._shared, value.values())
+                value = dict(zip(map(names.setdefault, value, value), inner, strict=True))
             self._left -= sum(map(sys.getsizeof, value.values()))
             if new := len(names) - before:
                 self._left -= new * _ENTRY_BYTES + sum(map(sys.getsizeof, itertools.islice(reversed(names), new)))
-        elif isinstance(value, list):
-            value = [self._shared(inner) if isinstance(inner, (dict, list)) else inner for inner in value]
+        elif type(value) is list:
+            value = list(map(self._shared, value)) if has_containers(value) else value
             self._left -= sum(map(sys.getsizeof, value))
         return value

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +27,7 @@ MAX_MANIFEST_BYTES = 8 << 20
 MAX_HEADER_BYTES, MAX_HEADER_CONTAINERS = 16_000_000, 500_000
 MAX_HEADER_TEXTS = 1_000_000  # names included. A tensor has five, and a piece of one has two more
 MAX_YAML_BYTES = 256 << 10  # also after each alias is replaced by what it stands for
+MAX_YAML_VALUES = 50_000  # values and names, lists and mappings included
 
 # What the constructors of yaml raise for a value that does not fit its tag, such as the date 2026-99-99
 _YAML_VALUE_ERRORS = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError)
@@ -65,7 +66,7 @@ def parse_json(raw: bytes | str) -> Any:
     count = num_containers(raw)
     if count > MAX_CONTAINERS:
         raise LimitError(f"has {count} lists and objects, {MAX_CONTAINERS} are allowed")
-    if (values := count + _num_separators(raw)) > MAX_VALUES:
+    if (values := num_values(raw)) > MAX_VALUES:
         raise LimitError(f"has {values} values and names, {MAX_VALUES} are allowed")
     if len(raw) > MAX_WIDE_BYTES and not raw.isascii():
         raise LimitError(f"has {len(raw)} bytes that are not ASCII alone, {MAX_WIDE_BYTES} are allowed")
@@ -74,7 +75,7 @@ def parse_json(raw: bytes | str) -> Any:
 
 def parsed(raw: bytes | str, errors: str = "strict") -> Any:
     """Return the value of a JSON text of any size, as `parse_json` does. `errors` is that of `bytes.decode`."""
-    decoder = _CAREFUL if _has_long_number(raw) else _DECODER
+    decoder = _CAREFUL if _may_have_large_number(raw) else _DECODER
     try:
         content = decoder.decode(raw if isinstance(raw, str) else raw.decode(errors=errors))
     except RecursionError:
@@ -89,14 +90,25 @@ def num_containers(raw: bytes | str) -> int:
     return raw.count("[") + raw.count("{") if isinstance(raw, str) else raw.count(b"[") + raw.count(b"{")
 
 
+def has_containers(values: Collection[Any]) -> bool:
+    """Return whether one of the values of a list or object is a list or object itself."""
+    kinds = set(map(type, values))
+    return dict in kinds or list in kinds
+
+
+def num_values(raw: bytes | str) -> int:
+    """Return the number of values and names in a JSON text, or a larger one if its strings have brackets, commas or colons."""
+    return num_containers(raw) + _num_separators(raw)
+
+
 def _num_separators(raw: bytes | str) -> int:
-    """Return the number of commas and colons in a JSON text, those in its strings included."""
     return raw.count(",") + raw.count(":") if isinstance(raw, str) else raw.count(b",") + raw.count(b":")
 
 
-def _has_long_number(raw: bytes | str) -> bool:
-    data = raw.encode(errors="replace") if isinstance(raw, str) else raw
-    return _LONG_NUMBER in data.translate(_ZEROS)
+def _may_have_large_number(raw: bytes | str) -> bool:
+    """Return False if each number in a JSON text has fewer than 200 digits and an exponent of at most two, so that it is a float."""
+    data = (raw.encode(errors="replace") if isinstance(raw, str) else raw).translate(_ZEROS)
+    return any(mark in data for mark in _LARGE_NUMBERS)
 
 
 def _whole(text: str) -> int:
@@ -114,8 +126,8 @@ def _float(text: str) -> float:
 
 
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LONG_NUMBER = b"0" * (MAX_DIGITS + 1)  # after `_ZEROS`
-_DECODER = json.JSONDecoder(parse_float=_float)
+_LARGE_NUMBERS = (b"0" * 200, b"e000", b"e+000", b"E000", b"E+000")  # after `_ZEROS`
+_DECODER = json.JSONDecoder()
 _CAREFUL = json.JSONDecoder(parse_int=_whole, parse_float=_float)  # takes twice the time
 
 
@@ -196,7 +208,7 @@ def _check_events(events: Iterable[Any]) -> None:
     """Raise LimitError if the nodes are too deep inside each other, or too large after all aliases are replaced."""
     import yaml
 
-    total, sizes = 0, dict[str, int]()  # sizes: anchor -> the size of what it stands for
+    total, count, sizes = 0, 0, dict[str, int]()  # sizes: anchor -> the size of what it stands for
     begun: list[tuple[str | None, int]] = []
     for event in events:
         if isinstance(event, yaml.AliasEvent):
@@ -214,6 +226,9 @@ def _check_events(events: Iterable[Any]) -> None:
             sizes |= {anchor: total - before} if anchor else {}
         if len(begun) > MAX_DEPTH:
             raise _too_deep()
+        count += isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent))
+        if count > MAX_YAML_VALUES:
+            raise LimitError(f"has more than {MAX_YAML_VALUES} values and names")
         if total > MAX_YAML_BYTES + 1:
             raise LimitError(f"has more than {MAX_YAML_BYTES} bytes after its aliases are replaced")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.durable import replace_text
-from distributed.config.kinds import COUNT, NUMBER, SECONDS, TEXT, check_kinds, list_of, object_of, optional
+from distributed.config.kinds import COUNT, NUMBER, SECONDS, TEXT, Kind, check_kinds, list_of, object_of, optional
 from distributed.config.plan import BatchPlan, ProcessPlan
 from distributed.config.reading import MAX_RECORD_BYTES, LimitError, parse_json, read_bytes
 from distributed.errors import ConfigError, DistributedError
@@ -20,6 +20,7 @@ from distributed.state import TrainState, WorkerContext
 
 # What is kept of a result that would be too large to be read.
 _MOST_TEXT, _MOST_WARNINGS, _MOST_METRICS = 10_000, 10, 1000
+MAX_METRICS = 20_000  # of a result that is read
 
 
 def was_interrupted(state: TrainState) -> bool:
@@ -155,7 +156,10 @@ def read_result(path: Path) -> dict[str, Any] | None:
     return content
 
 
-_METRICS = optional(object_of(optional(NUMBER)))
+_NUMBERS = object_of(optional(NUMBER))
+_METRICS = optional(
+    Kind(f"an object of up to {MAX_METRICS} numbers", lambda value: _NUMBERS.holds(value) and len(value) <= MAX_METRICS)
+)
 _KINDS = {
     "status": TEXT, "backend": optional(TEXT), "world_size": optional(COUNT), "num_nodes": optional(COUNT), "steps": optional(COUNT),
     "epochs": optional(COUNT), "total_time": optional(SECONDS), "final_metrics": _METRICS, "best_metrics": _METRICS,
@@ -182,7 +186,7 @@ def write_result(path: Path, content: Mapping[str, Any]) -> None:
     If `read_result` could not read the content because it is too large, long texts and further metrics are left out.
     """
     text = json.dumps(content, indent=1)
-    if len(text) > MAX_RECORD_BYTES:
+    if len(text) > MAX_RECORD_BYTES or any(len(content.get(name) or ()) > MAX_METRICS for name in ("final_metrics", "best_metrics")):
         text = json.dumps({name: _shortened(value) for name, value in content.items()}, indent=1)
     replace_text(path, text)
 

@@ -34,7 +34,7 @@ from distributed.checkpoints.state_file import read_state, write_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.checkpoints.verifying import verify
 from distributed.cli.__main__ import main as command
-from distributed.config.json_lines import JOURNAL, MAX_LINE_BYTES
+from distributed.config.json_lines import JOURNAL, MAX_LINE_BYTES, MAX_LINE_VALUES
 from distributed.config.merging import read_config_file
 from distributed.config.reading import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_RECORD_BYTES, MAX_VALUES, MAX_WIDE_BYTES
 from distributed.errors import ConfigError
@@ -42,7 +42,7 @@ from distributed.report.sweep import read_sweep
 from distributed.runs.directory import RunDirectory
 from distributed.runs.listing import read_state_of
 from distributed.runs.recorded import read_recorded
-from distributed.runs.summary import read_result
+from distributed.runs.summary import MAX_METRICS, read_result
 from distributed.state import TrainState
 from distributed.tuning.sweep import Sweep, open_sweep
 from tests.unit.report_files import write_run, write_sweep
@@ -276,7 +276,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "config: nested lists": (_config(f"a: {DEEP}\n"), "more than 100 deep"),
     "config: nested mappings": (_config("".join(" " * i + "a:\n" for i in range(600))), "more than 100 deep"),
     "config: a million values": (_config("a: [" + "1," * 1_000_000 + "]\n"), "has more than 262144 bytes"),
-    "config: 100000 values": (_config("epochs: [" + "1," * 100_000 + "]\n"), "epochs"),
+    "config: 100000 values": (_config("epochs: [" + "1," * 100_000 + "]\n"), "has more than 50000 values"),
     "config: merged mappings": (
         _config("a: &a {x: 1}\n" + "".join(
             f"{after}: &{after} {{<<: [{', '.join(f'*{before}' for _ in range(9))}]}}\n"
@@ -337,35 +337,36 @@ def _count(text: str) -> int:
     return sum(map(text.count, ",:[{"))
 
 
-def _items(item: str, num_bytes: int) -> str:
-    """Return a list of `num_bytes` bytes that repeats `item`, or a shorter one with as many values as a file may have."""
+def _items(item: str, num_bytes: int, num_values: int) -> str:
+    """Return a list that repeats `item`, with `num_bytes` bytes or `num_values` values, or as many lists as a file may have."""
     groups = item.count("[") + item.count("{")
     most = (
         num_bytes // (len(item) + 1),
-        MAX_VALUES // (_count(item) + 1),
-        MAX_CONTAINERS // groups if groups else MAX_VALUES,
+        num_values // (_count(item) + 1),
+        MAX_CONTAINERS // groups if groups else num_values,
     )
     return "[" + ",".join([item] * (min(most) - 100)) + "]"
 
 
-def _names(num_bytes: int) -> str:
-    return "{" + ",".join(f'"{number:x}":300' for number in range(min(num_bytes // 12, MAX_VALUES // 2 - 100))) + "}"
+def _names(num_bytes: int, num_values: int) -> str:
+    return "{" + ",".join(f'"{number:x}":300' for number in range(min(num_bytes // 12, num_values // 2 - 100))) + "}"
 
 
-def _letters(num_bytes: int) -> str:
+def _letters(num_bytes: int, num_values: int) -> str:
     return (
         '"' + "x" * (num_bytes - 100) + '\\ud83d\\ude00"'
     )  # one letter that needs four bytes, so that each of them takes four
 
 
-SHAPES: dict[str, Callable[[int], str]] = {
-    "numbers": lambda num_bytes: _items("300", num_bytes),
-    "texts": lambda num_bytes: _items('"\\u0101x"', num_bytes),
-    "lists": lambda num_bytes: _items("[]", num_bytes),
-    "objects": lambda num_bytes: _items('{"a":1}', num_bytes),
+SHAPES: dict[str, Callable[[int, int], str]] = {
+    "numbers": functools.partial(_items, "300"),
+    "texts": functools.partial(_items, '"\\u0101x"'),
+    "lists": functools.partial(_items, "[]"),
+    "objects": functools.partial(_items, '{"a":1}'),
     "names": _names,
+    "few names": lambda num_bytes, num_values: _names(num_bytes, 2000),
     "letters": _letters,
-    "wide letters": lambda num_bytes: f'"{"x" * (min(num_bytes, MAX_WIDE_BYTES) - 4000)}\U0001f600"',
+    "wide letters": lambda num_bytes, num_values: f'"{"x" * (min(num_bytes, MAX_WIDE_BYTES) - 4000)}\U0001f600"',
 }
 
 
@@ -395,7 +396,7 @@ def _command(*arguments: str | Path) -> None:
 
 def _full_state(shape: str, path: Path) -> None:
     def edit(text: str) -> str:
-        return text.replace('"best": 0.5', f'"best": {SHAPES[shape](MAX_JSON_BYTES - 2000)}', 1)
+        return text.replace('"best": 0.5', f'"best": {SHAPES[shape](MAX_JSON_BYTES - 2000, MAX_VALUES)}', 1)
 
     _in_a_process(lambda: write_checkpoint(path / "step-00000004", state=edit))
     read_state(path / "step-00000004")
@@ -403,7 +404,7 @@ def _full_state(shape: str, path: Path) -> None:
 
 def _full_sweep(shape: str, path: Path) -> None:
     def write() -> None:
-        content = SHAPES[shape](MAX_JSON_BYTES - 200)
+        content = SHAPES[shape](MAX_JSON_BYTES - 200, MAX_VALUES)
         trial = TRIAL.replace('{"lr": %s}', content if shape == "names" else f'{{"lr": {content}}}') % 1
         (path / "sweep.json").write_text(f'{{"metric": "loss", "mode": "min", "trials": [{trial}, {TRIAL % (1, 1)}]}}')
 
@@ -413,7 +414,7 @@ def _full_sweep(shape: str, path: Path) -> None:
 
 def _full_result(shape: str, path: Path) -> None:
     name = "best_metrics" if shape == "names" else "error"
-    text = f'{{"status": "failed", "{name}": {SHAPES[shape](MAX_RECORD_BYTES - 200)}}}'
+    text = f'{{"status": "failed", "{name}": {SHAPES[shape](MAX_RECORD_BYTES - 200, 2 * MAX_METRICS)}}}'
     for each in ("a", "b"):
         write_run(path / each, steps=100)
         (path / each / "result.json").write_text(text)
@@ -422,7 +423,7 @@ def _full_result(shape: str, path: Path) -> None:
 
 
 def _write_lines(file: Path, begin: str, shape: str, end: str, num_bytes: int) -> None:
-    line = begin + SHAPES[shape](MAX_LINE_BYTES - 200) + end
+    line = begin + SHAPES[shape](MAX_LINE_BYTES - 200, MAX_LINE_VALUES - 20) + end
     with file.open("w") as opened:
         for _ in range(num_bytes // len(line)):
             opened.write(line)
@@ -449,7 +450,7 @@ def _full_journal(shape: str, path: Path) -> None:
 
 def _one_configuration(path: Path) -> None:
     """A sweep whose one trial has a configuration of many values and many rows, each of which refers to it."""
-    config = _names(MAX_LINE_BYTES - 200)
+    config = _names(MAX_LINE_BYTES - 200, MAX_LINE_VALUES - 20)
     started = f'{{"trial": 0, "event": "started", "time": 1, "config": {config}}}\n'
     (path / "trials.jsonl").write_text(started + '{"trial": 0, "event": "row", "time": 1, "row": {}}\n' * 1000)
     sweep = Sweep(path, "loss", "min")
@@ -474,11 +475,14 @@ _ROW = '{"step": 1, "epoch": 1, "time": 1, "a": '
 _MEDIUM = '{"path": "a", "name": "a", "kind": "text", "step": 1, "time": 1, "a": '
 # Name -> function that writes and reads the file in an empty directory. It may refuse the file.
 FULL: dict[str, Callable[[Path], Any]] = {
-    **{f"state of {shape}": functools.partial(_full_state, shape) for shape in SHAPES},
+    **{f"state of {shape}": functools.partial(_full_state, shape) for shape in SHAPES if shape != "few names"},
     **{f"sweep of {shape}": functools.partial(_full_sweep, shape) for shape in ("texts", "names", "letters")},
     **{f"result of {shape}": functools.partial(_full_result, shape) for shape in ("names", "letters")},
-    **{f"events of {shape}": functools.partial(_full_events, shape) for shape in ("texts", "names", "letters")},
-    **{f"trials of {shape}": functools.partial(_full_journal, shape) for shape in ("numbers", "names")},
+    **{
+        f"events of {shape}": functools.partial(_full_events, shape)
+        for shape in ("texts", "names", "few names", "letters")
+    },
+    **{f"trials of {shape}": functools.partial(_full_journal, shape) for shape in ("numbers", "names", "few names")},
     "events of failed saves": _failed_saves,
     "trials of one configuration": _one_configuration,
     "metrics of texts": functools.partial(_metrics, "metrics.jsonl", _ROW),

@@ -13,11 +13,11 @@ import pytest
 
 from distributed.checkpoints.state_file import write_state
 from distributed.cli.__main__ import main
-from distributed.config.json_lines import JOURNAL_MEMORY, METRICS_MEMORY, Memory
+from distributed.config.json_lines import JOURNAL, JOURNAL_MEMORY, MAX_LINE_VALUES, METRICS_MEMORY, Memory, json_lines
 from distributed.config.reading import LimitError, parse_json, parse_yaml
-from distributed.errors import TrainingError, shown
+from distributed.errors import ConfigError, TrainingError, shown
 from distributed.loggers.console import Display
-from distributed.runs.summary import read_result, write_result
+from distributed.runs.summary import MAX_METRICS, read_result, write_result
 from distributed.state import TrainState
 from tests.unit.hostile_files import CASES, FULL, write_checkpoint
 from tests.unit.report_files import BEGAN, write_lines, write_run, write_sweep
@@ -61,15 +61,37 @@ def test_what_is_within_the_limits_is_read() -> None:
     assert parse_yaml(b"a: &a [1, 2]\nb: *a\nc: {<<: {d: 1:4}}") == {"a": [1, 2], "b": [1, 2], "c": {"d": "1:4"}}
 
 
+@pytest.mark.parametrize("text", ["1e309", "-1E+309", f"{'9' * 250}e60", f"1{'0' * 309}.5", "9" * 301])
+def test_a_number_that_no_float_holds_is_refused_however_it_is_written(text: str) -> None:
+    with pytest.raises(LimitError):
+        parse_json(f'["e000", {text}]')
+    assert parse_json(f'["e000", "{text}", 1e-400]') == ["e000", text, 0.0]
+
+
+def test_a_line_of_too_many_values_is_left_out(tmp_path: Path) -> None:
+    (file := tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps({"a": [1] * count}) + "\n" for count in (MAX_LINE_VALUES - 10, MAX_LINE_VALUES, 1))
+    )
+    assert [len(line["a"]) for line in json_lines(file, JOURNAL)] == [MAX_LINE_VALUES - 10, 1]
+
+
+def test_objects_of_many_names_count_each_time() -> None:
+    memory, many, few = Memory(1 << 20), {f"{i}": [{"a": i}] for i in range(1001)}, {f"{i}": i for i in range(1000)}
+    assert memory.take(many) == memory.take(dict(many)) == many and memory.num_names == 2 * 1001 + 1
+    assert memory.take(few) == memory.take(dict(few)) == few and memory.num_names == 2 * 1001 + 1 + 1000
+    with pytest.raises(LimitError, match="take more than"):
+        memory.take([many] * 20)
+
+
 def test_long_runs_and_sweeps_are_within_the_limits_of_memory() -> None:
-    """Each limit allows a million log lines, or 230,000 events or rows, of which a thousandth is taken here."""
+    """Each limit allows a million log lines, 150,000 events or 66,000 rows, of which a thousandth is taken here."""
     event = {"time": 0.5, "event": "checkpoint_saved", "step": 1000, "checkpoint": "step-00001000"}
     row = {"trial": 1, "event": "row", "time": 0.5, "row": {"epoch": 10, **{f"metric_{i}": i + 0.5 for i in range(8)}}}
     logged = {"step": 1000, "epoch": 10, "time": 0.5, **{f"metric_{i}": i + 0.5 for i in range(12)}}
     times = {"step": 1000, "time": 0.5, **{f"part_{i}_s": i + 0.5 for i in range(6)}}
     for limit, lines in (
-        (JOURNAL_MEMORY, [event] * 230),
-        (JOURNAL_MEMORY, [row] * 100),
+        (JOURNAL_MEMORY, [event] * 150),
+        (JOURNAL_MEMORY, [row] * 66),
         (METRICS_MEMORY, [logged, times] * 1000),
     ):
         memory = Memory(limit // 1000 + 5000)  # names are stored once
@@ -88,6 +110,19 @@ def test_a_result_that_could_not_be_read_is_written_shorter(tmp_path: Path) -> N
     assert len(found["best_metrics"]) == 1000 and len(found["warnings"]) == 10
     write_result(path, {"status": "failed", "error": "x" * 20_000})
     assert read_result(path) == {"status": "failed", "error": "x" * 20_000}
+
+
+def test_a_result_of_many_metrics_is_refused_and_is_written_shorter(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    metrics = {f"{i}": None if i % 2 else 0.5 for i in range(MAX_METRICS + 1)}
+    path.write_text(json.dumps({"status": "finished", "final_metrics": metrics}))
+    with pytest.raises(ConfigError, match="which is not an object of up to 20000 numbers or null: remove it"):
+        read_result(path)
+    write_result(path, {"status": "finished", "final_metrics": metrics})
+    assert len((read_result(path) or {})["final_metrics"]) == 1000
+    del metrics["7"]
+    write_result(path, {"status": "finished", "final_metrics": metrics})
+    assert read_result(path) == {"status": "finished", "final_metrics": metrics}
 
 
 def test_a_state_that_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:

@@ -76,20 +76,27 @@ class Fetcher:
             return self._collate_fn(samples)
 
     def _items(self, keys: list[Any]) -> Any:
-        if callable(getattr(self.dataset, "__getitems__", None)):
-            return self.dataset.__getitems__(keys)
-        return [self.dataset[key] for key in keys]
+        several = self._several()
+        return [self.dataset[key] for key in keys] if several is None else several(keys)
+
+    def _several(self) -> Any:
+        """Return the method of the data set that reads several samples at once, or None."""
+        method = getattr(self.dataset, "__getitems__", None)
+        return method if callable(method) else None
 
     def _seeded_items(self, epoch: int, positions: Sequence[int], keys: Sequence[Any], version: int) -> Any:
-        items = []
         seeds = sample_seeds(self._seed, epoch, positions, self._salt)
         begin = sample_rng.seeder(seeds, self._drawn, version)
+        items, dataset, several = [], self.dataset, self._several()
         for number, key in enumerate(keys):
             begin(number)
-            item = self._items([key])
+            if several is None:
+                items.append(dataset[key])
+                continue
+            item = several([key])
             if not isinstance(item, list | tuple) or len(item) != 1:  # already collated: seed for the whole batch
                 begin(0)
-                return self._items(list(keys))
+                return several(list(keys))
             items.append(item[0])
         return items
 

@@ -16,6 +16,7 @@ from distributed.backends.twisters import NUMPY, PYTHON, GeneratorMemory, Sample
 __all__ = ["ALL", "NUMPY", "PYTHON", "TORCH"]
 TORCH = 1
 ALL = TORCH | PYTHON | NUMPY
+_LOW = 0xFFFFFFFF  # the half of a seed for torch
 _PARTS_OF_PYTHON = 2  # of `GeneratorMemory`, which begins with them
 
 
@@ -69,28 +70,30 @@ def seed(value: int, which: int = ALL) -> None:
     would draw the same numbers.
     """
     if which & TORCH:
-        torch.default_generator.manual_seed(value & 0xFFFFFFFF)
+        torch.default_generator.manual_seed(value & _LOW)
     if which & PYTHON:
         random.seed(value)
     if which & NUMPY:
         seed_numpy(value >> 32)
 
 
-def seeder(seeds: Sequence[int], which: int, version: int) -> Callable[[int], None]:
+def seeder(seeds: Sequence[int], which: int, version: int) -> Callable[[int], Any]:
     """Return a function that seeds the generators `which` for the i-th of the samples, from the i-th of `seeds`.
 
     Before version 3 of the order, `seed` seeds all generators. Later, it seeds torch's only, and `SampleStates` the others.
     """
-    if version < 3 or which == TORCH:
+    of_torch = torch.default_generator.manual_seed
+    if which == TORCH:
+        return lambda number: of_torch(seeds[number] & _LOW)
+    if version < 3:
         return lambda number: seed(seeds[number], which)
-    states = SampleStates(seeds, which)
+    begin = SampleStates(seeds, which).begin
 
-    def begin(number: int) -> None:
-        if which & TORCH:
-            seed(seeds[number], TORCH)
-        states.begin(number)
+    def begin_all(number: int) -> None:
+        of_torch(seeds[number] & _LOW)
+        begin(number)
 
-    return begin
+    return begin_all if which & TORCH else begin
 
 
 @contextmanager
