@@ -14,19 +14,18 @@ from distributed.config.reading import (
     LimitError,
     has_containers,
     num_containers,
-    num_values,
     open_regular,
     parsed,
 )
 
-MAX_LINE_BYTES, MAX_LINE_VALUES = 1 << 20, 50_000  # a line with more bytes, or more values and names, is left out
+MAX_LINE_BYTES = 1 << 20  # a longer line is left out
 JOURNAL = (32 << 20, MAX_CONTAINERS)  # bytes, lists and objects of a file
 METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
 # Bytes of memory: of the lines of a journal, enough for 150,000 events of 150 bytes; of the log lines of a run, enough for 1,000,000
 # of 12 numbers, and their times.
 JOURNAL_MEMORY, METRICS_MEMORY = 80 << 20, 3 << 29
 _ENTRY_BYTES = 100  # of a dict, for a name that is stored once
-_MOST_SHARED = 1000  # names of one object. To look up more of them takes longer than to store them again.
+_MOST_SHARED = 50_000  # names. To look up more of them takes longer than to store them again.
 
 
 def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
@@ -57,15 +56,11 @@ def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | Non
         while left > 0 and (line := file.readline(left)):
             left -= len(line)
             try:
-                value = parsed(line, errors="replace") if _is_short(line) else None
+                value = parsed(line, errors="replace") if len(line) <= MAX_LINE_BYTES else None
             except ValueError:
                 continue
             if value is not None:
                 yield value
-
-
-def _is_short(line: bytes) -> bool:
-    return len(line) <= MAX_LINE_VALUES or (len(line) <= MAX_LINE_BYTES and num_values(line) <= MAX_LINE_VALUES)
 
 
 def _chunks(file: BinaryIO, size: int) -> Iterator[bytes]:
@@ -85,11 +80,11 @@ class Memory:
     def __init__(self, num_bytes: int) -> None:
         self._limit = self._left = num_bytes
         self._names: dict[str, str] = {}
-        self._num_not_shared = 0  # names of large objects
+        self._num_not_shared = 0  # names that are stored once for each object
 
     @property
     def num_names(self) -> int:
-        """Return the number of different names in the values. Those of an object with more than 1000 names count each time."""
+        """Return the number of different names in the values. If there are more than 50,000, some may count several times."""
         return len(self._names) + self._num_not_shared
 
     def take(self, value: Any) -> Any:
@@ -105,7 +100,7 @@ class Memory:
         if type(value) is dict:
             names, before = self._names, len(self._names)
             is_flat = not has_containers(value.values())
-            if len(value) > _MOST_SHARED:
+            if len(names) + len(value) > _MOST_SHARED and not value.keys() <= names.keys():
                 self._num_not_shared += len(value)
                 self._left -= sum(map(sys.getsizeof, value))
                 value = value if is_flat else {name: self._shared(inner) for name, inner in value.items()}

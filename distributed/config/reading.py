@@ -66,7 +66,7 @@ def parse_json(raw: bytes | str) -> Any:
     count = num_containers(raw)
     if count > MAX_CONTAINERS:
         raise LimitError(f"has {count} lists and objects, {MAX_CONTAINERS} are allowed")
-    if (values := num_values(raw)) > MAX_VALUES:
+    if (values := count + _num_separators(raw)) > MAX_VALUES:
         raise LimitError(f"has {values} values and names, {MAX_VALUES} are allowed")
     if len(raw) > MAX_WIDE_BYTES and not raw.isascii():
         raise LimitError(f"has {len(raw)} bytes that are not ASCII alone, {MAX_WIDE_BYTES} are allowed")
@@ -96,12 +96,8 @@ def has_containers(values: Collection[Any]) -> bool:
     return dict in kinds or list in kinds
 
 
-def num_values(raw: bytes | str) -> int:
-    """Return the number of values and names in a JSON text, or a larger one if its strings have brackets, commas or colons."""
-    return num_containers(raw) + _num_separators(raw)
-
-
 def _num_separators(raw: bytes | str) -> int:
+    """Return the number of commas and colons in a JSON text, those in its strings included."""
     return raw.count(",") + raw.count(":") if isinstance(raw, str) else raw.count(b",") + raw.count(b":")
 
 
@@ -226,7 +222,7 @@ def _check_events(events: Iterable[Any]) -> None:
             sizes |= {anchor: total - before} if anchor else {}
         if len(begun) > MAX_DEPTH:
             raise _too_deep()
-        count += isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent))
+        count += isinstance(event, yaml.NodeEvent)
         if count > MAX_YAML_VALUES:
             raise LimitError(f"has more than {MAX_YAML_VALUES} values and names")
         if total > MAX_YAML_BYTES + 1:

@@ -94,7 +94,7 @@ def read_sweep(directory: Path) -> SweepData:
 
 def _trial(content: Mapping[str, Any], metric: str, directory: Path) -> TrialData:
     check_kinds(content, _TRIAL)
-    _check_number(content["config"])
+    _check_num_parameters(content["config"])
     metrics = content.get("metrics") or {}
     value = metrics.get(metric)
     run_dir = content.get("run_dir")
@@ -116,7 +116,7 @@ def _short_value(value: Any) -> Any:
         return reprlib.repr(value)
 
 
-def _check_number(parameters: Collection[str]) -> None:
+def _check_num_parameters(parameters: Collection[str]) -> None:
     if len(parameters) > _MAX_PARAMETERS:
         raise LimitError(f"has {len(parameters)} parameters, {_MAX_PARAMETERS} are allowed")
 
@@ -128,7 +128,7 @@ def _check_parameters(trials: Sequence[TrialData]) -> None:
     names = {name for trial in trials for name in trial.config}
     if (longest := max(map(len, names), default=0)) > _LONGEST_NAME:
         raise LimitError(f"has a parameter whose name has {longest} letters, {_LONGEST_NAME} are allowed")
-    _check_number(names)
+    _check_num_parameters(names)
     if len(names) * len(trials) > _MAX_VALUES:
         raise LimitError(f"has {len(names)} parameters in {len(trials)} trials, {_MAX_VALUES} values are allowed")
 

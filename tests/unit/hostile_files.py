@@ -34,7 +34,7 @@ from distributed.checkpoints.state_file import read_state, write_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.checkpoints.verifying import verify
 from distributed.cli.__main__ import main as command
-from distributed.config.json_lines import JOURNAL, MAX_LINE_BYTES, MAX_LINE_VALUES
+from distributed.config.json_lines import JOURNAL, MAX_LINE_BYTES
 from distributed.config.merging import read_config_file
 from distributed.config.reading import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_RECORD_BYTES, MAX_VALUES, MAX_WIDE_BYTES
 from distributed.errors import ConfigError
@@ -364,7 +364,7 @@ SHAPES: dict[str, Callable[[int, int], str]] = {
     "lists": functools.partial(_items, "[]"),
     "objects": functools.partial(_items, '{"a":1}'),
     "names": _names,
-    "few names": lambda num_bytes, num_values: _names(num_bytes, 2000),
+    "repeated names": lambda num_bytes, num_values: _names(num_bytes, 98_000),
     "letters": _letters,
     "wide letters": lambda num_bytes, num_values: f'"{"x" * (min(num_bytes, MAX_WIDE_BYTES) - 4000)}\U0001f600"',
 }
@@ -423,7 +423,7 @@ def _full_result(shape: str, path: Path) -> None:
 
 
 def _write_lines(file: Path, begin: str, shape: str, end: str, num_bytes: int) -> None:
-    line = begin + SHAPES[shape](MAX_LINE_BYTES - 200, MAX_LINE_VALUES - 20) + end
+    line = begin + SHAPES[shape](MAX_LINE_BYTES - 200, MAX_VALUES) + end
     with file.open("w") as opened:
         for _ in range(num_bytes // len(line)):
             opened.write(line)
@@ -450,7 +450,7 @@ def _full_journal(shape: str, path: Path) -> None:
 
 def _one_configuration(path: Path) -> None:
     """A sweep whose one trial has a configuration of many values and many rows, each of which refers to it."""
-    config = _names(MAX_LINE_BYTES - 200, MAX_LINE_VALUES - 20)
+    config = _names(MAX_LINE_BYTES - 200, MAX_VALUES)
     started = f'{{"trial": 0, "event": "started", "time": 1, "config": {config}}}\n'
     (path / "trials.jsonl").write_text(started + '{"trial": 0, "event": "row", "time": 1, "row": {}}\n' * 1000)
     sweep = Sweep(path, "loss", "min")
@@ -475,14 +475,17 @@ _ROW = '{"step": 1, "epoch": 1, "time": 1, "a": '
 _MEDIUM = '{"path": "a", "name": "a", "kind": "text", "step": 1, "time": 1, "a": '
 # Name -> function that writes and reads the file in an empty directory. It may refuse the file.
 FULL: dict[str, Callable[[Path], Any]] = {
-    **{f"state of {shape}": functools.partial(_full_state, shape) for shape in SHAPES if shape != "few names"},
+    **{f"state of {shape}": functools.partial(_full_state, shape) for shape in SHAPES if shape != "repeated names"},
     **{f"sweep of {shape}": functools.partial(_full_sweep, shape) for shape in ("texts", "names", "letters")},
     **{f"result of {shape}": functools.partial(_full_result, shape) for shape in ("names", "letters")},
     **{
         f"events of {shape}": functools.partial(_full_events, shape)
-        for shape in ("texts", "names", "few names", "letters")
+        for shape in ("texts", "names", "repeated names", "letters")
     },
-    **{f"trials of {shape}": functools.partial(_full_journal, shape) for shape in ("numbers", "names", "few names")},
+    **{
+        f"trials of {shape}": functools.partial(_full_journal, shape)
+        for shape in ("numbers", "names", "repeated names")
+    },
     "events of failed saves": _failed_saves,
     "trials of one configuration": _one_configuration,
     "metrics of texts": functools.partial(_metrics, "metrics.jsonl", _ROW),

@@ -76,10 +76,10 @@ class Fetcher:
             return self._collate_fn(samples)
 
     def _items(self, keys: list[Any]) -> Any:
-        several = self._several()
-        return [self.dataset[key] for key in keys] if several is None else several(keys)
+        read_several = self._read_several()
+        return [self.dataset[key] for key in keys] if read_several is None else read_several(keys)
 
-    def _several(self) -> Any:
+    def _read_several(self) -> Callable[[list[Any]], Any] | None:
         """Return the method of the data set that reads several samples at once, or None."""
         method = getattr(self.dataset, "__getitems__", None)
         return method if callable(method) else None
@@ -87,16 +87,16 @@ class Fetcher:
     def _seeded_items(self, epoch: int, positions: Sequence[int], keys: Sequence[Any], version: int) -> Any:
         seeds = sample_seeds(self._seed, epoch, positions, self._salt)
         begin = sample_rng.seeder(seeds, self._drawn, version)
-        items, dataset, several = [], self.dataset, self._several()
+        items, dataset, read_several = [], self.dataset, self._read_several()
         for number, key in enumerate(keys):
             begin(number)
-            if several is None:
+            if read_several is None:
                 items.append(dataset[key])
                 continue
-            item = several([key])
+            item = read_several([key])
             if not isinstance(item, list | tuple) or len(item) != 1:  # already collated: seed for the whole batch
                 begin(0)
-                return several(list(keys))
+                return read_several(list(keys))
             items.append(item[0])
         return items
 
