@@ -297,7 +297,7 @@ def test_large_data_exits_1_when_a_goal_is_missed(benchmark_modules, monkeypatch
     assert ("MISSED" in capsys.readouterr().out) == (code == 1)
 
 
-def test_the_random_seeds_of_a_sample_cost_twice_a_loop_that_seeds_by_hand_at_most(benchmark_modules):
+def test_the_random_seeds_of_a_sample_cost_little_more_than_twice_a_loop_that_seeds_by_hand(benchmark_modules):
     import large_data
 
     # Each loop runs for a few milliseconds beside the one that it is divided by, because the speed of a core changes.
