@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -14,28 +14,30 @@ from distributed.config.reading import (
     LimitError,
     has_containers,
     num_containers,
+    num_separators,
     open_regular,
     parsed,
 )
 
 MAX_LINE_BYTES = 1 << 20  # a longer line is left out
-JOURNAL = (32 << 20, MAX_CONTAINERS)  # bytes, lists and objects of a file
-METRICS = (256 << 20, 3_000_000)  # the same of one with a line for each log line
-# Bytes of memory: of the lines of a journal, enough for 150,000 events of 150 bytes; of the log lines of a run, enough for 1,000,000
+JOURNAL = (32 << 20, MAX_CONTAINERS, 1_500_000)  # of a file: bytes, lists and objects, values and names
+METRICS = (256 << 20, 3_000_000, 50_000_000)  # the same of one with a line for each log line
+# Bytes of memory: of the lines of a journal, enough for 120,000 events of 150 bytes; of the log lines of a run, enough for 1,000,000
 # of 12 numbers, and their times.
-JOURNAL_MEMORY, METRICS_MEMORY = 80 << 20, 3 << 29
+JOURNAL_MEMORY, METRICS_MEMORY = 64 << 20, 3 << 29
 _ENTRY_BYTES = 100  # of a dict, for a name that is stored once
-_MOST_SHARED = 50_000  # names. To look up more of them takes longer than to store them again.
+# Names that are stored once: of all lines, and of an object. To look up more of them takes longer than to store them again.
+_MOST_SHARED, _MOST_IN_OBJECT = 50_000, 5_000
 
 
-def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
+def json_lines(path: Path, most: tuple[int, int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
     """Yield the value of each line of a JSON Lines file, from byte `begin` to `end`.
 
     Lines that are not JSON, such as one that a killed writer left incomplete, and lines beyond a limit are left out.
 
     Args:
         path: the file.
-        most: the largest number of bytes, and of lists and objects: `JOURNAL` or `METRICS`.
+        most: the largest numbers of bytes, of lists and objects, and of values and names: `JOURNAL` or `METRICS`.
         begin: the byte at which the first line begins.
         end: the byte at which the last line ends, or None for the end of the file.
 
@@ -43,15 +45,21 @@ def json_lines(path: Path, most: tuple[int, int], begin: int = 0, end: int | Non
         OSError: the file cannot be opened.
         LimitError: the file is not a regular one, or is larger than `most`.
     """
-    most_bytes, most_containers = most
+    most_bytes, most_containers, most_values = most
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         left = (size if end is None else min(end, size)) - begin
         if left > most_bytes:
             raise LimitError(f"has {left} bytes, {most_bytes} are allowed")
         file.seek(begin)
-        if sum(map(num_containers, _chunks(file, left))) > most_containers:
+        containers = separators = 0
+        for chunk in _chunks(file, left):
+            containers += num_containers(chunk)
+            separators += num_separators(chunk)
+        if containers > most_containers:
             raise LimitError(f"has more than {most_containers} lists and objects")
+        if containers + separators > most_values:
+            raise LimitError(f"has more than {most_values} values and names")
         file.seek(begin)
         while left > 0 and (line := file.readline(left)):
             left -= len(line)
@@ -100,17 +108,25 @@ class Memory:
         if type(value) is dict:
             names, before = self._names, len(self._names)
             is_flat = not has_containers(value.values())
-            if len(names) + len(value) > _MOST_SHARED and not value.keys() <= names.keys():
+            is_full = len(names) + len(value) > _MOST_SHARED and not value.keys() <= names.keys()
+            if is_full or len(value) > _MOST_IN_OBJECT:
                 self._num_not_shared += len(value)
                 self._left -= sum(map(sys.getsizeof, value))
                 value = value if is_flat else {name: self._shared(inner) for name, inner in value.items()}
             else:
                 inner = value.values() if is_flat else map(self._shared, value.values())
                 value = dict(zip(map(names.setdefault, value, value), inner, strict=True))
-            self._left -= sum(map(sys.getsizeof, value.values()))
+            self._left -= _sizes(value.values())
             if new := len(names) - before:
                 self._left -= new * _ENTRY_BYTES + sum(map(sys.getsizeof, itertools.islice(reversed(names), new)))
         elif type(value) is list:
             value = list(map(self._shared, value)) if has_containers(value) else value
-            self._left -= sum(map(sys.getsizeof, value))
+            self._left -= _sizes(value)
         return value
+
+
+def _sizes(values: Collection[Any]) -> int:
+    """Return the bytes of memory of values, without what is inside them."""
+    if set(map(type, values)) == {float}:
+        return len(values) * sys.getsizeof(0.5)
+    return sum(map(sys.getsizeof, values))

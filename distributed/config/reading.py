@@ -6,7 +6,9 @@ import functools
 import json
 import math
 import os
+import re
 import stat
+import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -66,7 +68,7 @@ def parse_json(raw: bytes | str) -> Any:
     count = num_containers(raw)
     if count > MAX_CONTAINERS:
         raise LimitError(f"has {count} lists and objects, {MAX_CONTAINERS} are allowed")
-    if (values := count + _num_separators(raw)) > MAX_VALUES:
+    if (values := count + num_separators(raw)) > MAX_VALUES:
         raise LimitError(f"has {values} values and names, {MAX_VALUES} are allowed")
     if len(raw) > MAX_WIDE_BYTES and not raw.isascii():
         raise LimitError(f"has {len(raw)} bytes that are not ASCII alone, {MAX_WIDE_BYTES} are allowed")
@@ -75,11 +77,21 @@ def parse_json(raw: bytes | str) -> Any:
 
 def parsed(raw: bytes | str, errors: str = "strict") -> Any:
     """Return the value of a JSON text of any size, as `parse_json` does. `errors` is that of `bytes.decode`."""
-    decoder = _CAREFUL if _may_have_large_number(raw) else _DECODER
+    text = raw if isinstance(raw, str) else raw.decode(errors=errors)
+    has_limit = 0 < sys.get_int_max_str_digits() <= sys.int_info.default_max_str_digits
     try:
-        content = decoder.decode(raw if isinstance(raw, str) else raw.decode(errors=errors))
+        content = (_DECODER if has_limit else _SLOW_DECODER).decode(text)
     except RecursionError:
         raise _too_deep() from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # Python reads no number of so many digits
+        raise _too_many_digits(max(map(len, _LONG.findall(text)))) from None
+    # With `_ZEROS`, these are what all numbers have that are too large, and few others.
+    data = (raw.encode(errors="replace") if isinstance(raw, str) else raw).translate(_ZEROS)
+    has_digits = b"0" * _FEWER_DIGITS in data
+    if has_digits or any(exponent in data for exponent in _LARGE_EXPONENTS):
+        _check_numbers(content, text, has_digits)
     if num_containers(raw) > MAX_DEPTH:
         _check_depth(content)
     return content
@@ -96,42 +108,67 @@ def has_containers(values: Collection[Any]) -> bool:
     return dict in kinds or list in kinds
 
 
-def _num_separators(raw: bytes | str) -> int:
+def num_separators(raw: bytes | str) -> int:
     """Return the number of commas and colons in a JSON text, those in its strings included."""
     return raw.count(",") + raw.count(":") if isinstance(raw, str) else raw.count(b",") + raw.count(b":")
 
 
-def _may_have_large_number(raw: bytes | str) -> bool:
-    """Return False if each number in a JSON text has fewer than 200 digits and an exponent of at most two, so that it is a float."""
-    data = (raw.encode(errors="replace") if isinstance(raw, str) else raw).translate(_ZEROS)
-    return any(mark in data for mark in _LARGE_NUMBERS)
+def _check_numbers(content: Any, text: str, has_digits: bool) -> None:
+    """Raise LimitError if a number in `content`, which is the value of the JSON text `text`, is too large.
+
+    `has_digits` tells whether a whole number may be too large.
+    """
+    level: list[Any] = [[content]]
+    while level:
+        values = [each for inside in level for each in (inside.values() if type(inside) is dict else inside)]
+        kinds = set(map(type, values))
+        if has_digits and int in kinds:
+            for each in values:
+                if type(each) is int and not -_TOO_LARGE < each < _TOO_LARGE:
+                    raise _too_many_digits(len(str(abs(each))))
+        for constant in _INFINITIES if float in kinds else ():
+            if constant in values and any(each is not constant for each in values if each == constant):
+                known = _WITH_EXPONENT.search(text)
+                which = f"the number {known[0][:20]}" if known else f"a number of more than {_FEWER_DIGITS} digits"
+                raise LimitError(f"has {which}, which is too large")
+        level = _containers(values) if kinds & {dict, list} else []
 
 
-def _whole(text: str) -> int:
-    digits = len(text.removeprefix("-"))
-    if digits > MAX_DIGITS:
-        raise LimitError(f"has a number of {digits} digits, {MAX_DIGITS} are allowed")
-    return int(text)
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise LimitError(f"has the number {text[:20]}, which is too large")
-    return value
+def _too_many_digits(digits: int) -> LimitError:
+    return LimitError(f"has a number of {digits} digits, {MAX_DIGITS} are allowed")
 
 
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
-_LARGE_NUMBERS = (b"0" * 200, b"e000", b"e+000", b"E000", b"E+000")  # after `_ZEROS`
-_DECODER = json.JSONDecoder()
-_CAREFUL = json.JSONDecoder(parse_int=_whole, parse_float=_float)  # takes twice the time
+_LARGE_EXPONENTS = (b"e000", b"e+000", b"E000", b"E+000")
+_FEWER_DIGITS = 200  # With an exponent of two digits, such a number is still a float.
+_TOO_LARGE = 10**MAX_DIGITS
+_LONG = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
+_WITH_EXPONENT = re.compile(r"(?<![^\s,:\[])-?\d{1,300}(?:\.\d{1,300})?[eE]\+?\d{3,9}(?![^\s,\]}])")
+# The values of Infinity and -Infinity in a JSON text are these objects. An equal object is a number that is too large.
+_INFINITIES = (math.inf, -math.inf)
+_CONSTANTS = {"Infinity": _INFINITIES[0], "-Infinity": _INFINITIES[1], "NaN": math.nan}
+_DECODER = json.JSONDecoder(parse_constant=_CONSTANTS.__getitem__)
+
+
+def _int(text: str) -> int:
+    """Convert a whole number as `int` does by default. The user may have switched off its limit of digits (PYTHONINTMAXSTRDIGITS)."""
+    if len(text) > sys.int_info.default_max_str_digits:
+        raise ValueError
+    return int(text)
+
+
+_SLOW_DECODER = json.JSONDecoder(parse_constant=_CONSTANTS.__getitem__, parse_int=_int)
+
+
+def _containers(values: Iterable[Any]) -> list[Any]:
+    return [each for each in values if type(each) is dict or type(each) is list]
 
 
 def _check_depth(content: Any) -> None:
     level = [content]
     for _ in range(MAX_DEPTH + 1):
         inside = (each.values() if type(each) is dict else each for each in level)
-        level = [each for values in inside for each in values if type(each) is dict or type(each) is list]
+        level = [each for values in inside for each in _containers(values)]
         if not level:
             return
     raise _too_deep()

@@ -42,6 +42,7 @@ from distributed.loggers.console import Display
 from distributed.loggers.registry import end_elsewhere
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import REGROUP_SIGNAL
+from distributed.runs.shared_memory import remove_shared_memory
 from distributed.runs.summary import close_results, is_training
 from distributed.runs.temporary import temporary_directory
 
@@ -150,6 +151,7 @@ class ForkAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         attempt = self._rendezvous_of_nodes.round.number - 1
         ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        remove_shared_memory(self._directory)  # of the attempt before
         self.verdicts.begin(ranks, attempt, dict.fromkeys(ranks, self._node_name()), is_regroup=self._is_regroup)
         self._board.clear()
         self._rank_of = ranks

@@ -35,7 +35,8 @@ from distributed.launching.variables import crowding, set_missing, set_thread_va
 from distributed.runs.directory import RunDirectory
 from distributed.runs.processes import STOP_SIGNALS
 from distributed.runs.remote import push_at_end, upload_rest
-from distributed.runs.temporary import MEMORY, memory_of, release, remove_leftovers
+from distributed.runs.shared_memory import MEMORY
+from distributed.runs.temporary import memory_of, release, remove_leftovers
 
 _AGENT_GRACE_S = 10.0  # time for the agent to print and exit once every worker has ended
 _JOINING_GRACE_S = 1.0  # time for the agent to exit if no worker has been started

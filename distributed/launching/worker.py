@@ -37,6 +37,7 @@ from distributed.launching.sharing import ways_out
 from distributed.launching.variables import set_missing
 from distributed.loggers.registry import environ_of_run
 from distributed.runs.processes import REGROUP_SIGNAL, finish, flush, keep_interrupts, name_process
+from distributed.runs.shared_memory import mark_process
 from distributed.state import OnEvent
 
 _LONGEST_DIRECTORY = 80  # bytes, such that the path of a socket below it has at most 107 (unix(7))
@@ -56,6 +57,7 @@ def run_worker(request: LaunchRequest, command: dict[str, Any], fds: list[int]) 
     set_missing(environ_of_run(Path(request.run_dir)))
     use_store(command.get("store"))
     _keep_sockets_in(command["temporary"])
+    mark_process(command["temporary"])
     set_forked_worker(request, command["restart_count"], fds[2])
     _seed(request.overrides)
     rank = int(command["environ"]["RANK"])

@@ -17,23 +17,28 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from distributed.runs.processes import stat_of
+from distributed.runs.shared_memory import MEMORY, remove_shared_memory
 
-MEMORY = Path("/dev/shm")  # a file system of Linux in memory
 _PREFIXES = ("distributed-", "ray-")
 _OWNER = "owner"
 _MACHINE_ID = Path("/etc/machine-id")
 _FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"  # the pid namespace outside of containers (Linux: PROC_PID_INIT_INO)
 _OWNER_BYTES = 256
+_DEATH_S = 1.0  # time for killed processes to end
 
 
 @contextlib.contextmanager
 def temporary_directory() -> Iterator[Path]:
-    """Yield an empty directory with mode 0700, which is removed at the end of the `with` block."""
+    """Yield an empty directory with mode 0700, which is removed at the end of the `with` block.
+
+    Shared memory of processes that were marked in it, and were killed, is removed as well (see `shared_memory`).
+    """
     path = claim(Path(tempfile.gettempdir(), f"distributed-{secrets.token_hex(4)}"))
     try:
         (path / "files").mkdir(mode=0o700)
         yield path / "files"
     finally:
+        remove_shared_memory(path / "files", _DEATH_S)
         shutil.rmtree(path, ignore_errors=True)
 
 
@@ -83,6 +88,7 @@ def _remove_if_left(path: str) -> None:
         is_own = found.st_uid == os.geteuid() and found.st_mode & 0o777 == 0o700
         if not is_own or not _has_ended(_owner(fd)):
             return
+        remove_shared_memory(Path(path, "files"))
         with os.scandir(fd) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):

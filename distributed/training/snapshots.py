@@ -12,7 +12,8 @@ from distributed.checkpoints.agreement import Agreement
 from distributed.checkpoints.store import CheckpointStore
 from distributed.errors import ConfigError
 from distributed.launching.request import launched_by
-from distributed.runs.temporary import MEMORY, claim, memory_of
+from distributed.runs.shared_memory import MEMORY
+from distributed.runs.temporary import claim, memory_of
 from distributed.state import OnEvent, TrainState, WorkerContext
 
 _KEPT = 2  # the newest snapshot, and the one before it while the newest is written

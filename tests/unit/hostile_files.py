@@ -34,7 +34,7 @@ from distributed.checkpoints.state_file import read_state, write_state
 from distributed.checkpoints.tensor_file import RawTensor, read_raw, write_tensors
 from distributed.checkpoints.verifying import verify
 from distributed.cli.__main__ import main as command
-from distributed.config.json_lines import JOURNAL, MAX_LINE_BYTES
+from distributed.config.json_lines import JOURNAL, MAX_LINE_BYTES, METRICS
 from distributed.config.merging import read_config_file
 from distributed.config.reading import MAX_CONTAINERS, MAX_JSON_BYTES, MAX_RECORD_BYTES, MAX_VALUES, MAX_WIDE_BYTES
 from distributed.errors import ConfigError
@@ -316,6 +316,9 @@ CASES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "trials.jsonl: too large": (_written("trials.jsonl", 33 << 20, _journal), "trials.jsonl' cannot be read"),
     "trials.jsonl: many objects": (_written("trials.jsonl", '{"trial": {}}\n' * 500_000, _journal), "300000 lists and objects"),
     "events.jsonl: too large": (_written("events.jsonl", 33 << 20, _events), "events.jsonl' has 34603008 bytes"),
+    "events.jsonl: many numbers": (
+        _written("events.jsonl", f'{{"event": "a", "time": 1, "a": [{"1," * 300_000}1]}}\n' * 6, _events), "1500000 values and names"
+    ),
     "events.jsonl: many objects": (
         _written("events.jsonl", '{"event": "a", "time": 1}\n' * 500_000, _events), "300000 lists and objects"
     ),
@@ -365,6 +368,9 @@ SHAPES: dict[str, Callable[[int, int], str]] = {
     "objects": functools.partial(_items, '{"a":1}'),
     "names": _names,
     "repeated names": lambda num_bytes, num_values: _names(num_bytes, 98_000),
+    # Their strings make the reader look at each number, and those of the second shape have one that no float holds.
+    "floats": lambda num_bytes, num_values: _items("1.5", num_bytes - 20, num_values)[:-1] + ',"1e999"]',
+    "large floats": lambda num_bytes, num_values: _items("1.5", num_bytes - 20, num_values)[:-1] + ",1e999]",
     "letters": _letters,
     "wide letters": lambda num_bytes, num_values: f'"{"x" * (min(num_bytes, MAX_WIDE_BYTES) - 4000)}\U0001f600"',
 }
@@ -422,16 +428,16 @@ def _full_result(shape: str, path: Path) -> None:
     _command("compare", path / "a", path / "b")
 
 
-def _write_lines(file: Path, begin: str, shape: str, end: str, num_bytes: int) -> None:
+def _write_lines(file: Path, begin: str, shape: str, end: str, num_bytes: int, num_values: int) -> None:
     line = begin + SHAPES[shape](MAX_LINE_BYTES - 200, MAX_VALUES) + end
     with file.open("w") as opened:
-        for _ in range(num_bytes // len(line)):
+        for _ in range(min(num_bytes // len(line), num_values // _count(line))):
             opened.write(line)
 
 
 def _full_events(shape: str, path: Path) -> None:
     run, begin = write_run(path / "run", steps=100), '{"event": "started", "time": 1, "a": '
-    _in_a_process(lambda: _write_lines(run / "events.jsonl", begin, shape, "}\n", JOURNAL[0]))
+    _in_a_process(lambda: _write_lines(run / "events.jsonl", begin, shape, "}\n", JOURNAL[0], JOURNAL[2]))
     _command("why", run)
 
 
@@ -444,7 +450,7 @@ def _failed_saves(path: Path) -> None:
 
 def _full_journal(shape: str, path: Path) -> None:
     begin = '{"trial": 0, "event": "row", "time": 1, "row": {"a": '
-    _in_a_process(lambda: _write_lines(path / "trials.jsonl", begin, shape, "}}\n", JOURNAL[0]))
+    _in_a_process(lambda: _write_lines(path / "trials.jsonl", begin, shape, "}}\n", JOURNAL[0], JOURNAL[2]))
     _journal(path)
 
 
@@ -460,7 +466,7 @@ def _one_configuration(path: Path) -> None:
 
 def _metrics(name: str, begin: str, path: Path) -> None:
     run = write_run(path / "run", steps=100)
-    _in_a_process(lambda: _write_lines(run / name, begin, "texts", "}\n", 40 << 20))
+    _in_a_process(lambda: _write_lines(run / name, begin, "texts", "}\n", 40 << 20, METRICS[2]))
     _command("report", run)
 
 
@@ -475,12 +481,16 @@ _ROW = '{"step": 1, "epoch": 1, "time": 1, "a": '
 _MEDIUM = '{"path": "a", "name": "a", "kind": "text", "step": 1, "time": 1, "a": '
 # Name -> function that writes and reads the file in an empty directory. It may refuse the file.
 FULL: dict[str, Callable[[Path], Any]] = {
-    **{f"state of {shape}": functools.partial(_full_state, shape) for shape in SHAPES if shape != "repeated names"},
+    **{
+        f"state of {shape}": functools.partial(_full_state, shape)
+        for shape in SHAPES
+        if shape not in ("repeated names", "large floats")
+    },
     **{f"sweep of {shape}": functools.partial(_full_sweep, shape) for shape in ("texts", "names", "letters")},
     **{f"result of {shape}": functools.partial(_full_result, shape) for shape in ("names", "letters")},
     **{
         f"events of {shape}": functools.partial(_full_events, shape)
-        for shape in ("texts", "names", "repeated names", "letters")
+        for shape in ("texts", "names", "repeated names", "floats", "large floats", "letters")
     },
     **{
         f"trials of {shape}": functools.partial(_full_journal, shape)

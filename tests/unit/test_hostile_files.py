@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -71,6 +72,31 @@ def test_a_number_that_no_float_holds_is_refused_however_it_is_written(text: str
     assert parse_json(f'["{text}", 1e-400, 1e99]') == [text, 0.0, 1e99]
 
 
+def test_infinity_is_read_as_python_writes_it_and_no_other_number_becomes_infinity() -> None:
+    assert parse_json('{"a": [Infinity, -Infinity, 1e0300, "1e999"]}') == {"a": [math.inf, -math.inf, 1e300, "1e999"]}
+    for text in ("[Infinity, 1e999]", '["1e777x", [[{"a": 1e999}]], -Infinity]', '["a 1e777", -1e5, 1e999 ]'):
+        with pytest.raises(LimitError, match="has the number 1e999, which is too large"):
+            parse_json(text)
+    with pytest.raises(LimitError, match="has a number of more than 200 digits, which is too large"):
+        parse_json(f"[{'9' * 310}.5]")
+
+
+def test_numbers_are_limited_even_if_python_limits_none() -> None:
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        with pytest.raises(LimitError, match="has a number of 1000000 digits, 300 are allowed"):
+            parse_json(f'{{"a": [{"9" * 1_000_000}]}}')  # to convert it takes minutes
+        assert parse_json(f'["{"9" * 5000}", 7]') == ["9" * 5000, 7]
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+def test_a_number_in_a_text_of_many_digits_is_looked_for_in_linear_time() -> None:
+    with pytest.raises(LimitError, match="has the number 1e999"):
+        parse_json(f'["{",".join(["9" * 299 + "x"] * 20_000)}", "{"9" * 2_000_000}x", 1e999]')
+
+
 def test_names_of_many_lines_are_stored_and_counted_once() -> None:
     """The lines of times.jsonl have a name for each rank."""
     memory, line = Memory(4 << 20), {f"rank_{i}_s": [{"a": i}] for i in range(1024)}
@@ -87,14 +113,14 @@ def test_names_beyond_the_limit_of_the_table_are_stored_each_time() -> None:
 
 
 def test_long_runs_and_sweeps_are_within_the_limits_of_memory() -> None:
-    """Each limit allows a million log lines, 150,000 events or 66,000 rows, of which a thousandth is taken here."""
+    """Each limit allows a million log lines, 120,000 events or 52,000 rows, of which a thousandth is taken here."""
     event = {"time": 0.5, "event": "checkpoint_saved", "step": 1000, "checkpoint": "step-00001000"}
     row = {"trial": 1, "event": "row", "time": 0.5, "row": {"epoch": 10, **{f"metric_{i}": i + 0.5 for i in range(8)}}}
     logged = {"step": 1000, "epoch": 10, "time": 0.5, **{f"metric_{i}": i + 0.5 for i in range(12)}}
     times = {"step": 1000, "time": 0.5, **{f"part_{i}_s": i + 0.5 for i in range(6)}}
     for limit, lines in (
-        (JOURNAL_MEMORY, [event] * 150),
-        (JOURNAL_MEMORY, [row] * 66),
+        (JOURNAL_MEMORY, [event] * 120),
+        (JOURNAL_MEMORY, [row] * 52),
         (METRICS_MEMORY, [logged, times] * 1000),
     ):
         memory = Memory(limit // 1000 + 5000)  # names are stored once

@@ -23,6 +23,7 @@ from distributed.backends._torch.loader_processes import WorkerInit, read_loader
 from distributed.launching.heartbeat import STACKS_SIGNAL, heartbeat  # noqa: E402
 from distributed.launching.loader_stacks import LoaderProcess, collect_of_loaders  # noqa: E402
 from distributed.launching.stacks import line_in_script, passes_batches, why_silent  # noqa: E402
+from distributed.runs import shared_memory  # noqa: E402
 from distributed.runs.processes import die_with_parent, is_running  # noqa: E402
 from tests.conftest import poll  # noqa: E402
 
@@ -129,9 +130,12 @@ def in_user_code() -> list[LoaderProcess]:
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn", "forkserver"])
-def test_each_loader_process_writes_its_stacks(monkeypatch: pytest.MonkeyPatch, start_method: str) -> None:
+def test_each_loader_process_writes_its_stacks_and_is_marked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, start_method: str
+) -> None:
     """Process 0 has nothing to read, and process 1 reads for ever."""
     monkeypatch.setattr(heartbeat(), "writes_stacks", True)
+    monkeypatch.setattr(shared_memory, "_directory", str(tmp_path))
     with running([[0], [40]], None, start_method, 2):
         idle, reading = poll(in_user_code, 50, lambda: str(loaders_of_this_process()))
         assert (idle.number, reading.number) == (0, 1)
@@ -143,6 +147,7 @@ def test_each_loader_process_writes_its_stacks(monkeypatch: pytest.MonkeyPatch, 
         poll(lambda: why_silent(pid), 10, lambda: "it goes on")
         stopped = loaders_of_this_process()[1].process
         assert stopped.stacks == "" and stopped.why_silent == "it is stopped (SIGSTOP)"
+        assert {path.name for path in tmp_path.iterdir()} == {f"process-{each.process.pid}" for each in (idle, reading)}
 
 
 DIES = """

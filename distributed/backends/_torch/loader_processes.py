@@ -16,13 +16,14 @@ from torch.utils.data import DataLoader, get_worker_info
 from distributed.launching.heartbeat import heartbeat
 from distributed.launching.loader_stacks import join_as_loader
 from distributed.runs.processes import die_with_parent, is_running
+from distributed.runs.shared_memory import mark_process, marks
 
 
 class WorkerInit:
     """Initialize a loader process.
 
-    The process ends with its trainer, writes its stacks if the launcher asks for them, and sees the user's data set in
-    `get_worker_info()`. Then the user's own function is called. Workaround (torch 2.13, no upstream issue known; may go
+    The process ends with its trainer, writes its stacks if the launcher asks for them, leaves no shared memory, and sees the user's
+    data set in `get_worker_info()`. Then the user's own function is called. Workaround (torch 2.13, no upstream issue known; may go
     when torch's loader processes end with their parent): they check for their parent only every 5 s, and not while they
     read.
     """
@@ -30,6 +31,7 @@ class WorkerInit:
     def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
         self._dataset, self._function = dataset, function
         self._trainer, self._writes_stacks = os.getpid(), heartbeat().writes_stacks
+        self._marks = marks()
 
     def __call__(self, worker_id: int) -> None:
         # The trainer may already be dead and this process adopted. A child of a fork server always has another parent.
@@ -41,6 +43,7 @@ class WorkerInit:
             _let_fork_server_end()
         if self._writes_stacks:
             join_as_loader(worker_id)
+        mark_process(self._marks)
         object.__setattr__(get_worker_info(), "dataset", self._dataset)
         if self._function is not None:
             self._function(worker_id)
