@@ -175,7 +175,7 @@ class Samples(Dataset):
             Path("killed").write_text(str(os.getpid()))
             Path(f"/dev/shm/torch_{os.getpid()}_4097_1").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        Path("seen").write_text(" ".join(names("/dev/shm")))
+        Path("seen").write_text(" ".join(os.listdir("/dev/shm")))
         return torch.zeros(8), torch.zeros((), dtype=torch.long)
 
 Trainer(torch.nn.Linear(8, 2), epochs=1).fit(DataLoader(Samples(), batch_size=4, num_workers=1))
