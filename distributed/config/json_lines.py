@@ -27,7 +27,7 @@ METRICS = (256 << 20, 3_000_000, 50_000_000)  # the same of one with a line for 
 JOURNAL_MEMORY, METRICS_MEMORY = 64 << 20, 3 << 29
 _ENTRY_BYTES = 100  # of a dict, for a name that is stored once
 # Names that are stored once: of all lines, and of an object. To look up more of them takes longer than to store them again.
-_MOST_SHARED, _MOST_IN_OBJECT = 50_000, 5_000
+_MOST_SHARED, _MOST_IN_OBJECT = 50_000, 20_000
 
 
 def json_lines(path: Path, most: tuple[int, int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
@@ -92,7 +92,10 @@ class Memory:
 
     @property
     def num_names(self) -> int:
-        """Return the number of different names in the values. If there are more than 50,000, some may count several times."""
+        """Return the number of different names in the values.
+
+        If there are more than 50,000, or more than 20,000 in one object, some may count several times.
+        """
         return len(self._names) + self._num_not_shared
 
     def take(self, value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import os
@@ -76,7 +77,10 @@ def parse_json(raw: bytes | str) -> Any:
 
 
 def parsed(raw: bytes | str, errors: str = "strict") -> Any:
-    """Return the value of a JSON text of any size, as `parse_json` does. `errors` is that of `bytes.decode`."""
+    """Return the value of a JSON text of any size, as `parse_json` does. `errors` is that of `bytes.decode`.
+
+    A number that is too large is accepted if another value of the same name follows in its object.
+    """
     text = raw if isinstance(raw, str) else raw.decode(errors=errors)
     has_limit = 0 < sys.get_int_max_str_digits() <= sys.int_info.default_max_str_digits
     try:
@@ -85,8 +89,9 @@ def parsed(raw: bytes | str, errors: str = "strict") -> Any:
         raise _too_deep() from None
     except json.JSONDecodeError:
         raise
-    except ValueError:  # Python reads no number of so many digits
-        raise _too_many_digits(max(map(len, _LONG.findall(text)))) from None
+    except ValueError as error:  # Python reads no number of so many digits
+        known = _DIGITS.search(str(error))
+        raise _too_many_digits(known[1] if known else f"more than {MAX_DIGITS}") from None
     # With `_ZEROS`, these are what all numbers have that are too large, and few others.
     data = (raw.encode(errors="replace") if isinstance(raw, str) else raw).translate(_ZEROS)
     has_digits = b"0" * _FEWER_DIGITS in data
@@ -125,16 +130,18 @@ def _check_numbers(content: Any, text: str, has_digits: bool) -> None:
         if has_digits and int in kinds:
             for each in values:
                 if type(each) is int and not -_TOO_LARGE < each < _TOO_LARGE:
-                    raise _too_many_digits(len(str(abs(each))))
+                    raise _too_many_digits(str(len(str(abs(each)))))
         for constant in _INFINITIES if float in kinds else ():
             if constant in values and any(each is not constant for each in values if each == constant):
-                known = _WITH_EXPONENT.search(text)
-                which = f"the number {known[0][:20]}" if known else f"a number of more than {_FEWER_DIGITS} digits"
-                raise LimitError(f"has {which}, which is too large")
+                found = (each[0] for each in itertools.islice(_MAY_BE_LARGE.finditer(text), 1000))
+                large = next((each for each in found if math.isinf(float(each))), "")
+                raise LimitError(
+                    f"has the number {large[:20]}, which is too large" if large else "has a number that is too large"
+                )
         level = _containers(values) if kinds & {dict, list} else []
 
 
-def _too_many_digits(digits: int) -> LimitError:
+def _too_many_digits(digits: str) -> LimitError:
     return LimitError(f"has a number of {digits} digits, {MAX_DIGITS} are allowed")
 
 
@@ -142,8 +149,12 @@ _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _LARGE_EXPONENTS = (b"e000", b"e+000", b"E000", b"E+000")
 _FEWER_DIGITS = 200  # With an exponent of two digits, such a number is still a float.
 _TOO_LARGE = 10**MAX_DIGITS
-_LONG = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
-_WITH_EXPONENT = re.compile(r"(?<![^\s,:\[])-?\d{1,300}(?:\.\d{1,300})?[eE]\+?\d{3,9}(?![^\s,\]}])")
+_DIGITS = re.compile(r"value has (\d+) digits")  # the message of `int`
+# A number that may be too large for a float, perhaps within a string. Each part is matched in one way only, so that the time is linear.
+_MAY_BE_LARGE = re.compile(
+    r"(?<![^\s,:\[])-?(?:[0-9]++(?:\.[0-9]++)?+[eE]\+?[0-9]{3,}+"
+    rf"|[0-9]{{{_FEWER_DIGITS},}}+(?:\.[0-9]++)?+(?:[eE]\+?[0-9]++)?+)(?![^\s,\]}}])"
+)
 # The values of Infinity and -Infinity in a JSON text are these objects. An equal object is a number that is too large.
 _INFINITIES = (math.inf, -math.inf)
 _CONSTANTS = {"Infinity": _INFINITIES[0], "-Infinity": _INFINITIES[1], "NaN": math.nan}
@@ -153,7 +164,7 @@ _DECODER = json.JSONDecoder(parse_constant=_CONSTANTS.__getitem__)
 def _int(text: str) -> int:
     """Convert a whole number as `int` does by default. The user may have switched off its limit of digits (PYTHONINTMAXSTRDIGITS)."""
     if len(text) > sys.int_info.default_max_str_digits:
-        raise ValueError
+        raise ValueError(f"value has {len(text.removeprefix('-'))} digits")
     return int(text)
 
 

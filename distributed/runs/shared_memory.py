@@ -13,7 +13,7 @@ import re
 import time
 from pathlib import Path
 
-from distributed.runs.processes import is_running
+from distributed.runs.processes import stat_of
 
 MEMORY = Path("/dev/shm")  # a file system of Linux in memory
 _MARK = re.compile(r"process-(\d+)")
@@ -23,56 +23,81 @@ _directory: str | None = None  # with the marks of this process and its children
 
 
 def mark_process(directory: str | None) -> None:
-    """Let `remove_shared_memory(directory)` find this process if it is killed. Do nothing for None."""
+    """Let `remove_shared_memory(directory)` find this process if it is killed. Do nothing for None.
+
+    The mark is a file with the process id in its name and the start time of the process. It goes at the end of the process.
+    """
     global _directory
     _directory = directory
-    if directory is not None:
-        from multiprocessing.util import Finalize  # not needed by launchers
+    stat = stat_of(os.getpid())
+    if directory is None or stat is None:
+        return
+    from multiprocessing.util import Finalize  # not needed by launchers
 
-        mark = Path(directory, f"process-{os.getpid()}")
-        with contextlib.suppress(OSError):  # the launcher was killed, and another one has removed the directory
-            mark.touch()
-        Finalize(None, _remove, (mark,), exitpriority=0)  # at the end of a process of `multiprocessing`
+    mark = Path(directory, f"process-{os.getpid()}")
+    with contextlib.suppress(OSError):  # the disk is full, or the launcher was killed and another one has removed the directory
+        mark.write_text(stat.started)
+    Finalize(None, _remove, (mark,), exitpriority=-100)  # in a child of `multiprocessing` too, after its other finalizers
 
 
-def marks() -> str | None:
-    """Return the directory that this process was marked in, for its children. None without a launcher that removes what they leave."""
+def mark_directory() -> str | None:
+    """Return the directory in which this process was marked, for its children. None without a launcher that removes what they leave."""
     return _directory
 
 
-def remove_shared_memory(directory: str | os.PathLike[str], patience_s: float = 0.0) -> None:
-    """Remove the shared memory of processes that were marked in `directory` and have ended, at most `patience_s` later."""
-    try:
-        names = os.listdir(directory)
-    except OSError:  # the user has removed it
-        return
-    pids = {int(known[1]) for name in names if (known := _MARK.fullmatch(name))}
+def remove_shared_memory(directory: Path, patience_s: float = 0.0) -> None:
+    """Remove the shared memory of processes that were marked in `directory` and have ended, at most `patience_s` later.
+
+    Process ids are unique in one process namespace only, so a file must also be newer than the mark and belong to this user.
+    """
+    marks = _marks(directory)
     deadline = time.monotonic() + patience_s
-    while (running := set(filter(is_running, pids))) and time.monotonic() < deadline:
+    while (running := {pid for pid, started in marks.items() if _is_running(pid, started)}) and time.monotonic() < deadline:
         time.sleep(0.01)
-    ended = pids - running
-    if ended and _are_ids_unique() and MEMORY.is_dir():
-        with os.scandir(MEMORY) as entries:
-            for entry in entries:
-                known = _FILE.fullmatch(entry.name)
+    # If another process has the same id now, the files may be its own.
+    ended = [pid for pid in marks.keys() - running if (stat := stat_of(pid)) is None or stat.has_ended]
+    if ended and _are_ids_unique():
+        with contextlib.suppress(OSError):  # no such memory
+            for file in MEMORY.iterdir():
+                known = _FILE.fullmatch(file.name)
                 if known is not None and int(known[1]) in ended:
-                    _remove_if_own(Path(entry.path))
-    for pid in ended:
-        _remove(Path(directory, f"process-{pid}"))
+                    _remove_if_newer(file, directory / f"process-{known[1]}")
+    for pid in marks.keys() - running:
+        _remove(directory / f"process-{pid}")
+
+
+def _marks(directory: Path) -> dict[int, str]:
+    """Return the process ids and the start times of the processes that were marked in a directory."""
+    marks = {}
+    with contextlib.suppress(OSError):  # the user has removed the directory
+        for path in directory.iterdir():
+            with contextlib.suppress(OSError):  # the process ends
+                if (known := _MARK.fullmatch(path.name)) is not None:
+                    marks[int(known[1])] = path.read_text()
+    return marks
+
+
+def _is_running(pid: int, started: str) -> bool:
+    stat = stat_of(pid)
+    return stat is not None and not stat.has_ended and stat.started == started
 
 
 def _are_ids_unique() -> bool:
-    """Return whether no other process that uses the same memory can have the same process id.
+    """Return False in a container that shares the memory of its host (`docker run --ipc=host`), where others use the same process ids.
 
-    Containers may share the memory of their host (`docker run --ipc=host`), and each has process ids of its own.
+    Other ways to share it, such as a common volume at /dev/shm, are not recognized.
     """
-    names = {name: os.readlink(f"/proc/self/ns/{name}") for name in _FIRST_NAMESPACES}
+    try:
+        names = {name: os.readlink(f"/proc/self/ns/{name}") for name in _FIRST_NAMESPACES}
+    except OSError:  # this system hides them
+        return False
     return names["ipc"] != _FIRST_NAMESPACES["ipc"] or names["pid"] == _FIRST_NAMESPACES["pid"]
 
 
-def _remove_if_own(file: Path) -> None:
+def _remove_if_newer(file: Path, mark: Path) -> None:
     with contextlib.suppress(OSError):
-        if file.lstat().st_uid == os.geteuid():
+        stat = file.lstat()
+        if stat.st_uid == os.geteuid() and stat.st_mtime_ns >= mark.stat().st_mtime_ns:
             file.unlink()
 
 

@@ -38,8 +38,10 @@ def temporary_directory() -> Iterator[Path]:
         (path / "files").mkdir(mode=0o700)
         yield path / "files"
     finally:
-        remove_shared_memory(path / "files", _DEATH_S)
-        shutil.rmtree(path, ignore_errors=True)
+        try:
+            remove_shared_memory(path / "files", _DEATH_S)
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def claim(path: Path, owner: int | None = None) -> Path:
@@ -86,9 +88,10 @@ def _remove_if_left(path: str) -> None:
     try:
         found = os.fstat(fd)
         is_own = found.st_uid == os.geteuid() and found.st_mode & 0o777 == 0o700
-        if not is_own or not _has_ended(_owner(fd)):
+        if not is_own or not _has_ended(owner := _owner(fd)):
             return
-        remove_shared_memory(Path(path, "files"))
+        if owner.startswith(f"{_boot()} "):  # others have the process ids of an earlier boot now
+            remove_shared_memory(Path(path, "files"))
         with os.scandir(fd) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -112,12 +115,17 @@ def _owner(directory_fd: int) -> str:
 def _identity(pid: int) -> str | None:
     """Return the identity of process `pid`: boot id, pid namespace, process id and start time. Return None if it has ended."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = _boot()
         namespace = Path("/proc/self/ns/pid").readlink()
     except OSError:
         return None
     stat = stat_of(pid)
     return None if stat is None or stat.has_ended else f"{boot} {namespace} {pid} {stat.started}"
+
+
+def _boot() -> str:
+    """Return the id of this boot. Raises OSError if there is no /proc."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def _machine() -> str | None:

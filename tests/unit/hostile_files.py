@@ -371,6 +371,9 @@ SHAPES: dict[str, Callable[[int, int], str]] = {
     # Their strings make the reader look at each number, and those of the second shape have one that no float holds.
     "floats": lambda num_bytes, num_values: _items("1.5", num_bytes - 20, num_values)[:-1] + ',"1e999"]',
     "large floats": lambda num_bytes, num_values: _items("1.5", num_bytes - 20, num_values)[:-1] + ",1e999]",
+    # Long numbers in a text, one after the other and as if they were values, among which the reader looks for the one that it names
+    "digits": lambda num_bytes, num_values: '["' + ("9" * 300 + "x") * (num_bytes // 301 - 20) + f'",{"9" * 4301}]',
+    "long numbers": lambda num_bytes, num_values: '["' + ("," + "9" * 300) * (num_bytes // 301 - 20) + '",1e999]',
     "letters": _letters,
     "wide letters": lambda num_bytes, num_values: f'"{"x" * (min(num_bytes, MAX_WIDE_BYTES) - 4000)}\U0001f600"',
 }
@@ -481,16 +484,12 @@ _ROW = '{"step": 1, "epoch": 1, "time": 1, "a": '
 _MEDIUM = '{"path": "a", "name": "a", "kind": "text", "step": 1, "time": 1, "a": '
 # Name -> function that writes and reads the file in an empty directory. It may refuse the file.
 FULL: dict[str, Callable[[Path], Any]] = {
-    **{
-        f"state of {shape}": functools.partial(_full_state, shape)
-        for shape in SHAPES
-        if shape not in ("repeated names", "large floats")
-    },
+    **{f"state of {shape}": functools.partial(_full_state, shape) for shape in SHAPES if shape != "repeated names"},
     **{f"sweep of {shape}": functools.partial(_full_sweep, shape) for shape in ("texts", "names", "letters")},
     **{f"result of {shape}": functools.partial(_full_result, shape) for shape in ("names", "letters")},
     **{
         f"events of {shape}": functools.partial(_full_events, shape)
-        for shape in ("texts", "names", "repeated names", "floats", "large floats", "letters")
+        for shape in ("texts", "names", "repeated names", "floats", "large floats", "digits", "long numbers", "letters")
     },
     **{
         f"trials of {shape}": functools.partial(_full_journal, shape)

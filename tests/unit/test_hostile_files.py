@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from distributed.checkpoints.state_file import write_state
 from distributed.cli.__main__ import main
+from distributed.config import reading
 from distributed.config.json_lines import JOURNAL_MEMORY, METRICS_MEMORY, Memory
 from distributed.config.reading import LimitError, parse_json, parse_yaml
 from distributed.errors import ConfigError, TrainingError, shown
@@ -32,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.unit.hostile_files"], cwd=root, env=environment, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "tests.unit.hostile_files"], cwd=root, env=environment, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -50,7 +52,7 @@ def test_a_hostile_file_is_one_line_within_two_seconds_and_200_mib(found: dict[s
 @pytest.mark.parametrize("name", FULL)
 def test_a_file_just_within_the_limits_takes_two_seconds_and_200_mib_at_most(found: dict[str, Any], name: str) -> None:
     line = found[name]
-    assert line["kind"] in ("NoneType", "CheckpointError", "ConfigError"), line["trace"]
+    assert line["kind"] in ("NoneType", "CheckpointError", "DamagedError", "ConfigError"), line["trace"]
     assert "\n" not in line["message"] and line["cpu_s"] < 2
 
 
@@ -74,27 +76,37 @@ def test_a_number_that_no_float_holds_is_refused_however_it_is_written(text: str
 
 def test_infinity_is_read_as_python_writes_it_and_no_other_number_becomes_infinity() -> None:
     assert parse_json('{"a": [Infinity, -Infinity, 1e0300, "1e999"]}') == {"a": [math.inf, -math.inf, 1e300, "1e999"]}
-    for text in ("[Infinity, 1e999]", '["1e777x", [[{"a": 1e999}]], -Infinity]', '["a 1e777", -1e5, 1e999 ]'):
+    for text in ("[Infinity, 1e999]", '["1e777x", [[{"a": 1e999}]], -Infinity]', '["a 1e777", 1e100, 1e999 ]'):
         with pytest.raises(LimitError, match="has the number 1e999, which is too large"):
             parse_json(text)
-    with pytest.raises(LimitError, match="has a number of more than 200 digits, which is too large"):
-        parse_json(f"[{'9' * 310}.5]")
 
 
-def test_numbers_are_limited_even_if_python_limits_none() -> None:
-    before = sys.get_int_max_str_digits()
+NAMED = {
+    '[1e100, ",1.2.3e999,", -1.5E+0000999]': "has the number -1.5E+0000999, which",
+    "[1e999999999999]": "has the number 1e999999999999, which",
+    f"[{'9' * 310}.5]": f"has the number {'9' * 20}, which",
+    f"[{'1e100,' * 2000}1e999]": "has a number that is too large",
+    f'["{"1" * 9000}", {"9" * 4400}]': "has a number of 4400 digits",
+    f'["{"1" * 9000}", -{"9" * 400}]': "has a number of 400 digits",
+}
+
+
+@pytest.mark.parametrize("text", NAMED)
+def test_the_number_that_is_too_large_is_named(text: str) -> None:
+    with pytest.raises(LimitError, match=f"^{re.escape(NAMED[text])}"):
+        parse_json(text)
+
+
+def test_numbers_are_limited_even_if_python_limits_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, longest = sys.get_int_max_str_digits(), list[int]()
+    monkeypatch.setattr(reading, "int", lambda text: longest.append(len(text)) or 7, raising=False)
     sys.set_int_max_str_digits(0)
     try:
         with pytest.raises(LimitError, match="has a number of 1000000 digits, 300 are allowed"):
-            parse_json(f'{{"a": [{"9" * 1_000_000}]}}')  # to convert it takes minutes
-        assert parse_json(f'["{"9" * 5000}", 7]') == ["9" * 5000, 7]
+            parse_json(f'{{"a": [1, {"9" * 1_000_000}]}}')  # to convert it takes minutes
+        assert longest == [1] and parse_json(f'["{"9" * 5000}", 7]') == ["9" * 5000, 7]
     finally:
         sys.set_int_max_str_digits(before)
-
-
-def test_a_number_in_a_text_of_many_digits_is_looked_for_in_linear_time() -> None:
-    with pytest.raises(LimitError, match="has the number 1e999"):
-        parse_json(f'["{",".join(["9" * 299 + "x"] * 20_000)}", "{"9" * 2_000_000}x", 1e999]')
 
 
 def test_names_of_many_lines_are_stored_and_counted_once() -> None:
@@ -110,6 +122,13 @@ def test_names_beyond_the_limit_of_the_table_are_stored_each_time() -> None:
     assert memory.take(many) == memory.take(dict(many)) == many and memory.num_names == 2 * 50_001
     with pytest.raises(LimitError, match="take more than"):
         memory.take([many] * 4)
+
+
+def test_a_report_reads_the_names_of_many_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", steps=100)
+    line = {"step": 100, "time": BEGAN + 1, "data_s": 0.5, **{f"rank_{rank}_s": 0.5 for rank in range(15_000)}}
+    write_lines(run / "times.jsonl", [{**line, "step": step} for step in range(100, 600, 100)])
+    assert "report.html" in command(capsys, "report", run)
 
 
 def test_long_runs_and_sweeps_are_within_the_limits_of_memory() -> None:

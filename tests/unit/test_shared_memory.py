@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from distributed.runs import shared_memory
-from distributed.runs.shared_memory import mark_process, marks, remove_shared_memory
+from distributed.runs import shared_memory, temporary
+from distributed.runs.shared_memory import mark_directory, mark_process, remove_shared_memory
 from distributed.runs.temporary import claim, remove_leftovers, temporary_directory
 from tests.conftest import Finished
 
@@ -28,11 +28,15 @@ time.sleep(100)
 """
 
 
+NAMESPACES = {name: str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("pid", "ipc")}
+
+
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file system for shared memory."""
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(shared_memory, "MEMORY", tmp_path / "memory")
+    monkeypatch.setattr(shared_memory, "_FIRST_NAMESPACES", NAMESPACES)  # also if the tests run in a container
     return tmp_path / "memory"
 
 
@@ -95,11 +99,11 @@ def test_files_stay_in_a_container_that_shares_the_memory_of_its_host(
     tmp_path: Path, memory: Path, marked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There the same process id may belong to a process of another container."""
-    here = {name: str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("pid", "ipc")}
     for first, is_removed in (
-        ({**here, "pid": "pid:[1]"}, False),  # a container with the memory of its host
+        ({**NAMESPACES, "pid": "pid:[1]"}, False),  # a container with the memory of its host
         ({"pid": "pid:[1]", "ipc": "ipc:[1]"}, True),  # one with its own
-        (here, True),  # outside of containers
+        ({"pid": "pid:[1]", "nothing": ""}, False),  # hidden
+        (NAMESPACES, True),  # outside of containers
     ):
         kill(killed := marked())
         (memory / f"torch_{killed.pid}_1_2").touch()
@@ -113,17 +117,31 @@ def test_processes_that_are_being_killed_are_waited_for(
 ) -> None:
     process, looks = marked(), list[int]()
     (memory / f"torch_{process.pid}_1_2").touch()
-    is_running = shared_memory.is_running
+    is_running = shared_memory._is_running
 
-    def look(pid: int) -> bool:
+    def look(pid: int, started: str) -> bool:
         looks.append(pid)
         if len(looks) == 2:
             kill(process)
-        return is_running(pid)
+        return is_running(pid, started)
 
-    monkeypatch.setattr(shared_memory, "is_running", look)
+    monkeypatch.setattr(shared_memory, "_is_running", look)
     remove_shared_memory(tmp_path, 600.0)
     assert len(looks) == 2 and not names(memory)
+
+
+def test_files_of_another_process_with_the_same_id_stay(
+    tmp_path: Path, memory: Path, marked: Callable[..., Any]
+) -> None:
+    """The process of the mark has ended, and its id belongs to another one, which is not waited for."""
+    again, older = marked(), marked()
+    (tmp_path / f"process-{again.pid}").write_text("1")
+    (memory / f"torch_{again.pid}_1_2").touch()
+    (memory / f"torch_{older.pid}_1_2").touch()
+    os.utime(memory / f"torch_{older.pid}_1_2", (1, 1))  # before the process was marked
+    kill(older)
+    remove_shared_memory(tmp_path, 600.0)
+    assert len(names(memory)) == 2 and names(tmp_path) == ["memory"]
 
 
 def test_a_temporary_directory_removes_the_memory_of_its_processes(memory: Path, marked: Callable[..., Any]) -> None:
@@ -149,14 +167,32 @@ def test_so_does_the_next_start_if_the_owner_of_the_directory_was_killed(
     assert not names(memory) and not (tmp_path / "distributed-left").exists()
 
 
+def test_a_directory_from_before_a_reboot_tells_nothing_about_processes(
+    tmp_path: Path, memory: Path, marked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = claim(tmp_path / "distributed-left")
+    (left / "files").mkdir()
+    kill(killed := marked(left / "files"))
+    (memory / f"torch_{killed.pid}_1_2").touch()
+    (left / "owner").write_text("another-" + (left / "owner").read_text())
+    monkeypatch.setattr(temporary, "_has_ended", lambda owner: True)
+    remove_leftovers(tmp_path)
+    assert names(memory) and not left.exists()
+
+
 def test_a_process_that_ends_by_itself_removes_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_memory, "_directory", None)
-    process = multiprocessing.get_context("fork").Process(target=mark_process, args=(str(tmp_path),))
+
+    def work() -> None:
+        mark_process(str(tmp_path))
+        assert names(tmp_path) == [f"process-{os.getpid()}"]
+
+    process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join()
-    assert process.exitcode == 0 and not names(tmp_path) and marks() is None
+    assert process.exitcode == 0 and not names(tmp_path) and mark_directory() is None
     mark_process(None)
-    assert not names(tmp_path) and marks() is None
+    assert not names(tmp_path) and mark_directory() is None
 
 
 JOB = """
@@ -182,6 +218,9 @@ Trainer(torch.nn.Linear(8, 2), epochs=1).fit(DataLoader(Samples(), batch_size=4,
 """
 
 
+@pytest.mark.skipif(
+    not shared_memory._are_ids_unique(), reason="needs shared memory of its own, or process ids of the host"
+)
 def test_a_restart_removes_what_a_killed_loader_process_left(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     options = ["--device", "cpu", "--backend", "single", "--max-restarts", "1", "--set", "restart_on_exception=true"]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 from distributed.launching.heartbeat import heartbeat
 from distributed.launching.loader_stacks import join_as_loader
 from distributed.runs.processes import die_with_parent, is_running
-from distributed.runs.shared_memory import mark_process, marks
+from distributed.runs.shared_memory import mark_directory, mark_process
 
 
 class WorkerInit:
@@ -31,7 +31,7 @@ class WorkerInit:
     def __init__(self, dataset: Any, function: Callable[[int], None] | None) -> None:
         self._dataset, self._function = dataset, function
         self._trainer, self._writes_stacks = os.getpid(), heartbeat().writes_stacks
-        self._marks = marks()
+        self._marks = mark_directory()
 
     def __call__(self, worker_id: int) -> None:
         # The trainer may already be dead and this process adopted. A child of a fork server always has another parent.
