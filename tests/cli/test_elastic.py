@@ -136,8 +136,8 @@ def unchanged(
     "backend",
     [
         "pytorch-ddp",
-        *(pytest.param(each, marks=pytest.mark.cluster) for each in ("fsdp", "horovod")),
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("deepspeed", "tensorflow")),
+        pytest.param("fsdp", marks=pytest.mark.cluster),
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("deepspeed", "horovod", "tensorflow")),
     ],
 )
 def test_killed_workers_are_missing_until_the_interval_is_over(

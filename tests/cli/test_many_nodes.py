@@ -139,6 +139,12 @@ ENGINES = {
 }
 
 
+def of_engine(backend: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Return the marks of a test of what the launcher does on its own: `make test-cluster` runs it with one engine of each framework."""
+    more = () if backend in ("pytorch-ddp", "tensorflow") else (pytest.mark.full,)
+    return (pytest.mark.cluster, *more)
+
+
 def error_of(ended: Finished) -> str:
     """Return the only error that a command printed."""
     (line,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
@@ -294,7 +300,7 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_lead_elsewhere(
     [
         ("pytorch-ddp", [1]),
         pytest.param("pytorch-ddp", [2, 1], marks=pytest.mark.cluster),
-        *(pytest.param(each, [1], marks=pytest.mark.cluster) for each in ENGINES if each != "pytorch-ddp"),
+        *(pytest.param(each, [1], marks=of_engine(each)) for each in ENGINES if each != "pytorch-ddp"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
 )
@@ -555,7 +561,7 @@ def test_a_sharded_save_without_a_shared_directory_is_refused_before_training(
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("backend", list(ENGINES))
+@pytest.mark.parametrize("backend", [pytest.param(each, marks=of_engine(each)) for each in ENGINES])
 def test_the_end_of_node_0_is_named_on_the_others(begin: Callable[..., Job], backend: str) -> None:
     job = begin(backend, 2)
     job.until_step(20)
@@ -570,7 +576,7 @@ def test_the_end_of_node_0_is_named_on_the_others(begin: Callable[..., Job], bac
 
 @pytest.mark.parametrize(
     "backend",
-    ["pytorch-ddp", *(pytest.param(each, marks=pytest.mark.cluster) for each in ENGINES if each != "pytorch-ddp")],
+    ["pytorch-ddp", *(pytest.param(each, marks=of_engine(each)) for each in ENGINES if each != "pytorch-ddp")],
 )
 def test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other(
     begin: Callable[..., Job], backend: str
