@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.util
 import os
@@ -72,9 +73,12 @@ LONGEST = (
 )  # fmt: skip
 
 
+ALONE = ("docs", "conformance", "cluster")  # marks of tests that a command of their own runs
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out a file without tests of the mark that `-m` names, because each test process takes a minute to import all files."""
-    wanted = re.fullmatch(r"(docs|conformance|cluster)( and not \w+)*", config.option.markexpr)
+    wanted = re.fullmatch(rf"({'|'.join(ALONE)})( and not \w+)*", config.option.markexpr)
     if wanted is None or not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
     return f"pytest.mark.{wanted[1]}" not in collection_path.read_text() or None
@@ -86,6 +90,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Workaround (xdist 3.8, pytest-dev/pytest-xdist#1386; may go when xdist writes the group into the ids of pytest 9.2): xdist looks for
     the group of a test at the end of its id, does not find it, and distributes the tests of a group to all processes.
     """
+    for item in items:
+        for mark in item.iter_markers():
+            if mark.name in ALONE and f"pytest.mark.{mark.name}" not in _text(item.path):
+                raise pytest.UsageError(
+                    f"{item.path}: write pytest.mark.{mark.name}, by which `-m {mark.name}` finds the file"
+                )
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
     if not getattr(config.option, "loadgroup", False) or not items or not hasattr(items[0], "_id"):
@@ -95,6 +105,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if (group := item.get_closest_marker("xdist_group")) is not None:
             item._id = NodeId.parse(f"{item.nodeid}@{group.args[0]}")  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _text(path: Path) -> str:
+    return path.read_text()
 
 
 def pytest_collection_finish() -> None:

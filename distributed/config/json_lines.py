@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 from distributed.config.reading import (
     MAX_CONTAINERS,
     LimitError,
-    has_containers,
     num_containers,
     num_separators,
     open_regular,
@@ -28,6 +27,7 @@ JOURNAL_MEMORY, METRICS_MEMORY = 64 << 20, 3 << 29
 _ENTRY_BYTES = 100  # of a dict, for a name that is stored once
 # Names that are stored once: of all lines, and of an object. To look up more of them takes longer than to store them again.
 _MOST_SHARED, _MOST_IN_OBJECT = 50_000, 20_000
+_CONTAINERS = {dict, list}
 
 
 def json_lines(path: Path, most: tuple[int, int, int], begin: int = 0, end: int | None = None) -> Iterator[Any]:
@@ -110,26 +110,28 @@ class Memory:
         """Return an equal value that shares its names, and count what is inside it."""
         if type(value) is dict:
             names, before = self._names, len(self._names)
-            is_flat = not has_containers(value.values())
+            kinds = set(map(type, value.values()))
+            is_flat = not kinds & _CONTAINERS
             is_full = len(names) + len(value) > _MOST_SHARED and not value.keys() <= names.keys()
-            if is_full or len(value) > _MOST_IN_OBJECT:
+            if len(value) > _MOST_IN_OBJECT or is_full:
                 self._num_not_shared += len(value)
                 self._left -= sum(map(sys.getsizeof, value))
                 value = value if is_flat else {name: self._shared(inner) for name, inner in value.items()}
             else:
                 inner = value.values() if is_flat else map(self._shared, value.values())
                 value = dict(zip(map(names.setdefault, value, value), inner, strict=True))
-            self._left -= _sizes(value.values())
+            self._left -= _sizes(value.values(), kinds)
             if new := len(names) - before:
                 self._left -= new * _ENTRY_BYTES + sum(map(sys.getsizeof, itertools.islice(reversed(names), new)))
         elif type(value) is list:
-            value = list(map(self._shared, value)) if has_containers(value) else value
-            self._left -= _sizes(value)
+            kinds = set(map(type, value))
+            value = list(map(self._shared, value)) if kinds & _CONTAINERS else value
+            self._left -= _sizes(value, kinds)
         return value
 
 
-def _sizes(values: Collection[Any]) -> int:
-    """Return the bytes of memory of values, without what is inside them."""
-    if set(map(type, values)) == {float}:
+def _sizes(values: Collection[Any], kinds: set[type]) -> int:
+    """Return the bytes of memory of values of some types, without what is inside them."""
+    if kinds == {float}:
         return len(values) * sys.getsizeof(0.5)
     return sum(map(sys.getsizeof, values))

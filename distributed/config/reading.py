@@ -10,7 +10,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -123,9 +123,7 @@ def _check_numbers(content: Any, text: str, has_digits: bool) -> None:
 
     `has_digits` tells whether a whole number may be too large.
     """
-    level: list[Any] = [[content]]
-    while level:
-        values = [each for inside in level for each in (inside.values() if type(inside) is dict else inside)]
+    for values in _levels(content):
         kinds = set(map(type, values))
         if has_digits and int in kinds:
             for each in values:
@@ -138,7 +136,6 @@ def _check_numbers(content: Any, text: str, has_digits: bool) -> None:
                 raise LimitError(
                     f"has the number {large[:20]}, which is too large" if large else "has a number that is too large"
                 )
-        level = _containers(values) if kinds & {dict, list} else []
 
 
 def _too_many_digits(digits: str) -> LimitError:
@@ -171,18 +168,18 @@ def _int(text: str) -> int:
 _SLOW_DECODER = json.JSONDecoder(parse_constant=_CONSTANTS.__getitem__, parse_int=_int)
 
 
-def _containers(values: Iterable[Any]) -> list[Any]:
-    return [each for each in values if type(each) is dict or type(each) is list]
+def _levels(content: Any) -> Iterator[list[Any]]:
+    """Yield `[content]`, then the values of its lists and objects, level by level."""
+    level: list[Any] = [[content]]
+    while level:
+        values = [each for inside in level for each in (inside.values() if type(inside) is dict else inside)]
+        yield values
+        level = [each for each in values if type(each) is dict or type(each) is list] if has_containers(values) else []
 
 
 def _check_depth(content: Any) -> None:
-    level = [content]
-    for _ in range(MAX_DEPTH + 1):
-        inside = (each.values() if type(each) is dict else each for each in level)
-        level = [each for values in inside for each in _containers(values)]
-        if not level:
-            return
-    raise _too_deep()
+    if any(depth > MAX_DEPTH for depth, _ in enumerate(_levels(content))):
+        raise _too_deep()
 
 
 def _too_deep() -> LimitError:

@@ -25,6 +25,9 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)  #
 # ignore it while they do not train.
 REGROUP_SIGNAL = signal.SIGUSR2
 
+# The namespaces outside of containers (Linux: PROC_PID_INIT_INO, PROC_IPC_INIT_INO)
+FIRST_NAMESPACES = {"pid": f"pid:[{0xEFFFFFFC}]", "ipc": f"ipc:[{0xEFFFFFFF}]"}
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15  # prctl(2)
 _skips_teardown = False  # see `skip_teardown`
@@ -125,6 +128,20 @@ def stat_of(pid: int) -> ProcessStat | None:
         return None
     fields = text.rpartition(")")[2].split()  # the name of the program, in parentheses, may contain blanks
     return ProcessStat(fields[0], int(fields[1]), fields[19])
+
+
+def identity_of(pid: int) -> str | None:
+    """Return the identity of process `pid`: boot id, pid namespace, process id and start time. Return None if it has ended.
+
+    Process ids are reused, also after a reboot and in each pid namespace.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return None
+    stat = stat_of(pid)
+    return None if stat is None or stat.has_ended else f"{boot} {namespace} {pid} {stat.started}"
 
 
 def descendants(pid: int) -> list[int]:

@@ -13,30 +13,29 @@ import re
 import time
 from pathlib import Path
 
-from distributed.runs.processes import stat_of
+from distributed.runs.processes import FIRST_NAMESPACES, identity_of
 
 MEMORY = Path("/dev/shm")  # a file system of Linux in memory
 _MARK = re.compile(r"process-(\d+)")
 _FILE = re.compile(r"torch_(\d+)_\d+(_\d+)?")
-_FIRST_NAMESPACES = {"pid": f"pid:[{0xEFFFFFFC}]", "ipc": f"ipc:[{0xEFFFFFFF}]"}  # Linux: PROC_PID_INIT_INO, PROC_IPC_INIT_INO
 _directory: str | None = None  # with the marks of this process and its children
 
 
 def mark_process(directory: str | None) -> None:
     """Let `remove_shared_memory(directory)` find this process if it is killed. Do nothing for None.
 
-    The mark is a file with the process id in its name and the start time of the process. It goes at the end of the process.
+    The mark is a file with the process id in its name and the identity of the process. It goes at the end of the process.
     """
     global _directory
     _directory = directory
-    stat = stat_of(os.getpid())
-    if directory is None or stat is None:
+    identity = identity_of(os.getpid())
+    if directory is None or identity is None:
         return
     from multiprocessing.util import Finalize  # not needed by launchers
 
     mark = Path(directory, f"process-{os.getpid()}")
     with contextlib.suppress(OSError):  # the disk is full, or the launcher was killed and another one has removed the directory
-        mark.write_text(stat.started)
+        mark.write_text(identity)
     Finalize(None, _remove, (mark,), exitpriority=-100)  # in a child of `multiprocessing` too, after its other finalizers
 
 
@@ -52,10 +51,11 @@ def remove_shared_memory(directory: Path, patience_s: float = 0.0) -> None:
     """
     marks = _marks(directory)
     deadline = time.monotonic() + patience_s
-    while (running := {pid for pid, started in marks.items() if _is_running(pid, started)}) and time.monotonic() < deadline:
+    while (running := {pid for pid, identity in marks.items() if _is_running(pid, identity)}) and time.monotonic() < deadline:
         time.sleep(0.01)
     # If another process has the same id now, the files may be its own.
-    ended = [pid for pid in marks.keys() - running if (stat := stat_of(pid)) is None or stat.has_ended]
+    here = _place(identity_of(os.getpid()) or "")
+    ended = [pid for pid, identity in marks.items() if identity_of(pid) is None and _place(identity) == here]
     if ended and _are_ids_unique():
         with contextlib.suppress(OSError):  # no such memory
             for file in MEMORY.iterdir():
@@ -67,7 +67,7 @@ def remove_shared_memory(directory: Path, patience_s: float = 0.0) -> None:
 
 
 def _marks(directory: Path) -> dict[int, str]:
-    """Return the process ids and the start times of the processes that were marked in a directory."""
+    """Return the ids and the identities of the processes that were marked in a directory."""
     marks = {}
     with contextlib.suppress(OSError):  # the user has removed the directory
         for path in directory.iterdir():
@@ -77,9 +77,13 @@ def _marks(directory: Path) -> dict[int, str]:
     return marks
 
 
-def _is_running(pid: int, started: str) -> bool:
-    stat = stat_of(pid)
-    return stat is not None and not stat.has_ended and stat.started == started
+def _is_running(pid: int, identity: str) -> bool:
+    return identity_of(pid) == identity
+
+
+def _place(identity: str) -> str:
+    """Return the boot and the pid namespace of a process."""
+    return identity.rsplit(" ", 2)[0]
 
 
 def _are_ids_unique() -> bool:
@@ -88,10 +92,10 @@ def _are_ids_unique() -> bool:
     Other ways to share it, such as a common volume at /dev/shm, are not recognized.
     """
     try:
-        names = {name: os.readlink(f"/proc/self/ns/{name}") for name in _FIRST_NAMESPACES}
+        names = {name: os.readlink(f"/proc/self/ns/{name}") for name in FIRST_NAMESPACES}
     except OSError:  # this system hides them
         return False
-    return names["ipc"] != _FIRST_NAMESPACES["ipc"] or names["pid"] == _FIRST_NAMESPACES["pid"]
+    return names["ipc"] != FIRST_NAMESPACES["ipc"] or names["pid"] == FIRST_NAMESPACES["pid"]
 
 
 def _remove_if_newer(file: Path, mark: Path) -> None:

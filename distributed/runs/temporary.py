@@ -16,13 +16,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from distributed.runs.processes import stat_of
+from distributed.runs.processes import FIRST_NAMESPACES, identity_of
 from distributed.runs.shared_memory import MEMORY, remove_shared_memory
 
 _PREFIXES = ("distributed-", "ray-")
 _OWNER = "owner"
 _MACHINE_ID = Path("/etc/machine-id")
-_FIRST_NAMESPACE = f"pid:[{0xEFFFFFFC}]"  # the pid namespace outside of containers (Linux: PROC_PID_INIT_INO)
 _OWNER_BYTES = 256
 _DEATH_S = 1.0  # time for killed processes to end
 
@@ -51,7 +50,7 @@ def claim(path: Path, owner: int | None = None) -> Path:
     """
     remove_leftovers(path.parent)
     path.mkdir(mode=0o700)
-    (path / _OWNER).write_text(f"{_identity(os.getpid() if owner is None else owner) or ''} {_machine() or '-'}")
+    (path / _OWNER).write_text(f"{identity_of(os.getpid() if owner is None else owner) or ''} {_machine() or '-'}")
     return path
 
 
@@ -60,7 +59,7 @@ def release(path: Path) -> None:
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            is_own = _owner(fd).rpartition(" ")[0] == _identity(os.getpid())
+            is_own = _owner(fd).rpartition(" ")[0] == identity_of(os.getpid())
         finally:
             os.close(fd)
         if is_own:
@@ -88,10 +87,9 @@ def _remove_if_left(path: str) -> None:
     try:
         found = os.fstat(fd)
         is_own = found.st_uid == os.geteuid() and found.st_mode & 0o777 == 0o700
-        if not is_own or not _has_ended(owner := _owner(fd)):
+        if not is_own or not _has_ended(_owner(fd)):
             return
-        if owner.startswith(f"{_boot()} "):  # others have the process ids of an earlier boot now
-            remove_shared_memory(Path(path, "files"))
+        remove_shared_memory(Path(path, "files"))
         with os.scandir(fd) as entries:
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):
@@ -112,22 +110,6 @@ def _owner(directory_fd: int) -> str:
         os.close(fd)
 
 
-def _identity(pid: int) -> str | None:
-    """Return the identity of process `pid`: boot id, pid namespace, process id and start time. Return None if it has ended."""
-    try:
-        boot = _boot()
-        namespace = Path("/proc/self/ns/pid").readlink()
-    except OSError:
-        return None
-    stat = stat_of(pid)
-    return None if stat is None or stat.has_ended else f"{boot} {namespace} {pid} {stat.started}"
-
-
-def _boot() -> str:
-    """Return the id of this boot. Raises OSError if there is no /proc."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 def _machine() -> str | None:
     """Return a digest that identifies this machine and stays the same after a reboot. None if there is no such digest.
 
@@ -139,7 +121,7 @@ def _machine() -> str | None:
         machine_id, namespace = _MACHINE_ID.read_text().strip(), str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return None
-    if namespace != _FIRST_NAMESPACE or re.fullmatch("[0-9a-f]{32}", machine_id) is None:
+    if namespace != FIRST_NAMESPACES["pid"] or re.fullmatch("[0-9a-f]{32}", machine_id) is None:
         return None
     return hashlib.sha256(f"{machine_id} {os.uname().nodename}".encode()).hexdigest()
 
@@ -150,10 +132,10 @@ def _has_ended(owner: str) -> bool:
     The end of a process can be determined if it belongs to this boot and pid namespace, or to an earlier boot of this machine.
     """
     identity, _, machine = owner.rpartition(" ")
-    fields, here = identity.split(" "), _identity(os.getpid())
+    fields, here = identity.split(" "), identity_of(os.getpid())
     if here is None or len(fields) != 4 or not fields[2].isdecimal():
         return False
     boot, namespace, _, _ = here.split(" ")
     if fields[0] != boot:
         return machine == _machine()
-    return fields[1] == namespace and _identity(int(fields[2])) != identity
+    return fields[1] == namespace and identity_of(int(fields[2])) != identity

@@ -59,6 +59,8 @@ def test_a_file_just_within_the_limits_takes_two_seconds_and_200_mib_at_most(fou
 def test_what_is_within_the_limits_is_read() -> None:
     deep = "[" * 100 + "]" * 100
     assert parse_json(deep) == parse_yaml(deep.encode())
+    with pytest.raises(LimitError, match="more than 100 deep"):
+        parse_json(f"[{deep}]")
     assert parse_json("9" * 300) == parse_yaml(b"9" * 300) == int("9" * 300)
     assert parse_json("[1e308, NaN]")[0] == parse_yaml(b"1.0e+308") == 1e308
     assert parse_yaml(b"a: &a [1, 2]\nb: *a\nc: {<<: {d: 1:4}}") == {"a": [1, 2], "b": [1, 2], "c": {"d": "1:4"}}

@@ -12,19 +12,20 @@ from typing import Any
 
 import pytest
 
-from distributed.runs import shared_memory, temporary
+from distributed.runs import shared_memory
 from distributed.runs.shared_memory import mark_directory, mark_process, remove_shared_memory
 from distributed.runs.temporary import claim, remove_leftovers, temporary_directory
 from tests.conftest import Finished
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+if sys.platform != "linux":
+    pytest.skip("Linux only", allow_module_level=True)
 
 MARKED = """
-import sys, time
+import signal, sys
 from distributed.runs.shared_memory import mark_process
 mark_process(sys.argv[1])
 print("marked", flush=True)
-time.sleep(100)
+signal.pause()
 """
 
 
@@ -36,7 +37,7 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file system for shared memory."""
     (tmp_path / "memory").mkdir()
     monkeypatch.setattr(shared_memory, "MEMORY", tmp_path / "memory")
-    monkeypatch.setattr(shared_memory, "_FIRST_NAMESPACES", NAMESPACES)  # also if the tests run in a container
+    monkeypatch.setattr(shared_memory, "FIRST_NAMESPACES", NAMESPACES)  # also if the tests run in a container
     return tmp_path / "memory"
 
 
@@ -85,14 +86,16 @@ def test_only_files_of_marked_processes_that_have_ended_are_removed(
     remove_shared_memory(tmp_path / "nowhere")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
-def test_files_of_another_user_stay(tmp_path: Path, memory: Path, marked: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("is_own", [True, False])
+def test_files_of_another_user_stay(
+    tmp_path: Path, memory: Path, marked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, is_own: bool
+) -> None:
     kill(killed := marked())
-    file = memory / f"torch_{killed.pid}_1_2"
-    file.touch()
-    os.chown(file, 65534, 65534)
+    (memory / f"torch_{killed.pid}_1_2").touch()
+    user = os.geteuid() + (not is_own)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     remove_shared_memory(tmp_path)
-    assert file.exists()
+    assert bool(names(memory)) != is_own
 
 
 def test_files_stay_in_a_container_that_shares_the_memory_of_its_host(
@@ -107,7 +110,7 @@ def test_files_stay_in_a_container_that_shares_the_memory_of_its_host(
     ):
         kill(killed := marked())
         (memory / f"torch_{killed.pid}_1_2").touch()
-        monkeypatch.setattr(shared_memory, "_FIRST_NAMESPACES", first)
+        monkeypatch.setattr(shared_memory, "FIRST_NAMESPACES", first)
         remove_shared_memory(tmp_path)
         assert bool(list(memory.glob(f"torch_{killed.pid}_*"))) != is_removed
 
@@ -119,11 +122,11 @@ def test_processes_that_are_being_killed_are_waited_for(
     (memory / f"torch_{process.pid}_1_2").touch()
     is_running = shared_memory._is_running
 
-    def look(pid: int, started: str) -> bool:
+    def look(pid: int, identity: str) -> bool:
         looks.append(pid)
         if len(looks) == 2:
             kill(process)
-        return is_running(pid, started)
+        return is_running(pid, identity)
 
     monkeypatch.setattr(shared_memory, "_is_running", look)
     remove_shared_memory(tmp_path, 600.0)
@@ -135,7 +138,8 @@ def test_files_of_another_process_with_the_same_id_stay(
 ) -> None:
     """The process of the mark has ended, and its id belongs to another one, which is not waited for."""
     again, older = marked(), marked()
-    (tmp_path / f"process-{again.pid}").write_text("1")
+    mark = tmp_path / f"process-{again.pid}"
+    mark.write_text(mark.read_text() + "1")  # another start
     (memory / f"torch_{again.pid}_1_2").touch()
     (memory / f"torch_{older.pid}_1_2").touch()
     os.utime(memory / f"torch_{older.pid}_1_2", (1, 1))  # before the process was marked
@@ -168,16 +172,15 @@ def test_so_does_the_next_start_if_the_owner_of_the_directory_was_killed(
 
 
 def test_a_directory_from_before_a_reboot_tells_nothing_about_processes(
-    tmp_path: Path, memory: Path, marked: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory: Path, marked: Callable[..., Any]
 ) -> None:
-    left = claim(tmp_path / "distributed-left")
-    (left / "files").mkdir()
-    kill(killed := marked(left / "files"))
+    killed = marked()
+    mark = tmp_path / f"process-{killed.pid}"
+    mark.write_text("another-" + mark.read_text())
+    kill(killed)
     (memory / f"torch_{killed.pid}_1_2").touch()
-    (left / "owner").write_text("another-" + (left / "owner").read_text())
-    monkeypatch.setattr(temporary, "_has_ended", lambda owner: True)
-    remove_leftovers(tmp_path)
-    assert names(memory) and not left.exists()
+    remove_shared_memory(tmp_path)
+    assert names(memory) and not mark.exists()
 
 
 def test_a_process_that_ends_by_itself_removes_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,13 +221,11 @@ Trainer(torch.nn.Linear(8, 2), epochs=1).fit(DataLoader(Samples(), batch_size=4,
 """
 
 
-@pytest.mark.skipif(
-    not shared_memory._are_ids_unique(), reason="needs shared memory of its own, or process ids of the host"
-)
 def test_a_restart_removes_what_a_killed_loader_process_left(run_cli: Callable[..., Finished], tmp_path: Path) -> None:
     (tmp_path / "job.py").write_text(JOB)
     options = ["--device", "cpu", "--backend", "single", "--max-restarts", "1", "--set", "restart_on_exception=true"]
     ended = run_cli(["train", "--script", "job.py", *options], cwd=tmp_path)
     assert ended.returncode == 0, ended.stderr
     pid = (tmp_path / "killed").read_text()
-    assert f"torch_{pid}_" not in (tmp_path / "seen").read_text()
+    Path(f"/dev/shm/torch_{pid}_4097_1").unlink(missing_ok=True)
+    assert (f"torch_{pid}_" not in (tmp_path / "seen").read_text()) == shared_memory._are_ids_unique()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from distributed.runs import temporary
+from distributed.runs.processes import FIRST_NAMESPACES, identity_of
 from distributed.runs.temporary import claim, remove_leftovers, temporary_directory
 from tests.conftest import poll
 
@@ -74,7 +75,7 @@ def made_by(tmp_path, name, owner):
 
 
 def test_a_process_id_that_came_again_is_not_its_owner(tmp_path):
-    own = temporary._identity(os.getpid())
+    own = identity_of(os.getpid())
     earlier = own.rsplit(" ", 1)[0] + " 1"
     again, mine = made_by(tmp_path, "ray-again", earlier), made_by(tmp_path, "ray-mine", own)
     remove_leftovers(tmp_path)
@@ -85,9 +86,9 @@ def test_one_that_only_waits_to_be_reaped_has_ended(tmp_path):
     child = os.fork()
     if child == 0:
         time.sleep(100)
-    path = made_by(tmp_path, "ray-zombie", temporary._identity(child))
+    path = made_by(tmp_path, "ray-zombie", identity_of(child))
     os.kill(child, signal.SIGKILL)
-    poll(lambda: temporary._identity(child) is None, 10, lambda: "it runs")
+    poll(lambda: identity_of(child) is None, 10, lambda: "it runs")
     remove_leftovers(tmp_path)
     assert not path.exists()
     os.waitpid(child, 0)
@@ -100,10 +101,10 @@ MACHINE_ID = "0123456789abcdef0123456789abcdef"
 def machine(monkeypatch, tmp_path):
     """A machine, whatever this test runs in. Change it by its `id` file, its `name`, and with `as_container`."""
     here = types.SimpleNamespace(id=tmp_path / "machine-id", name="node0")
-    here.as_container = lambda: monkeypatch.setattr(temporary, "_FIRST_NAMESPACE", "pid:[1]")
+    here.as_container = lambda: monkeypatch.setitem(FIRST_NAMESPACES, "pid", "pid:[1]")
     here.id.write_text(f"{MACHINE_ID}\n")
     monkeypatch.setattr(temporary, "_MACHINE_ID", here.id)
-    monkeypatch.setattr(temporary, "_FIRST_NAMESPACE", str(Path("/proc/self/ns/pid").readlink()))
+    monkeypatch.setitem(FIRST_NAMESPACES, "pid", str(Path("/proc/self/ns/pid").readlink()))
     monkeypatch.setattr(temporary.os, "uname", lambda: types.SimpleNamespace(nodename=here.name))
     return here
 
@@ -147,7 +148,7 @@ def test_without_an_identity_of_the_machine_it_stays(tmp_path, machine, text):
 
 def test_what_a_container_left_stays_where_the_machine_looks(tmp_path, machine, monkeypatch):
     with monkeypatch.context() as inside:
-        inside.setattr(temporary, "_FIRST_NAMESPACE", "pid:[1]")
+        inside.setitem(FIRST_NAMESPACES, "pid", "pid:[1]")
         path = left_before_a_reboot(tmp_path)
     remove_leftovers(tmp_path)
     assert path.exists()
@@ -161,7 +162,7 @@ def test_a_process_lives_on_when_its_machine_gets_another_name(tmp_path, machine
 
 
 def test_what_is_not_surely_ours_stays(tmp_path):
-    own = temporary._identity(os.getpid())
+    own = identity_of(os.getpid())
     boot, namespace, _, _ = own.split()
     ended = f"{boot} {namespace} 999999999 1"
     elsewhere = [
@@ -193,7 +194,7 @@ def test_what_is_not_surely_ours_stays(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory of another user")
 def test_what_another_user_made_stays(tmp_path):
-    boot, namespace, _, _ = temporary._identity(os.getpid()).split()
+    boot, namespace, _, _ = identity_of(os.getpid()).split()
     path = made_by(tmp_path, "ray-theirs", f"{boot} {namespace} 999999999 1")
     os.chown(path, 65534, 65534)
     remove_leftovers(tmp_path)
