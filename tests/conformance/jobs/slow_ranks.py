@@ -15,6 +15,24 @@ from distributed import Trainer
 RANK, SLEEP_S, UPDATES = int(os.environ["RANK"]), 0.03, 150
 
 
+class Slowness:
+    """Sleep once in each update, four times as long as the rest of the update took.
+
+    The share of the sleep is thus the same on machines of all speeds, and beside other processes.
+    """
+
+    def __init__(self) -> None:
+        self.woke: float | None = None
+
+    def sleep(self) -> None:
+        rest_s = 0.0 if self.woke is None else time.monotonic() - self.woke
+        time.sleep(max(SLEEP_S, 4 * rest_s))
+        self.woke = time.monotonic()
+
+
+SLOWNESS = Slowness()
+
+
 class Samples(Dataset):
     """Samples of which rank 1 reads those of the first updates slowly."""
 
@@ -27,12 +45,13 @@ class Samples(Dataset):
     def __getitem__(self, index: int) -> Any:
         self.num_read += 1
         if RANK == 1 and self.num_read <= self.num_slow:
-            time.sleep(SLEEP_S)
+            SLOWNESS.sleep()
         return torch.ones(4), torch.ones(1)
 
 
 def slow_step(model: Any, batch: Any) -> Any:
-    time.sleep(SLEEP_S * (RANK == 0))
+    if RANK == 0:
+        SLOWNESS.sleep()
     return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
 
 
