@@ -18,12 +18,13 @@ def fastest(code: str, runs: int) -> float:
     return min(times)
 
 
-def test_the_package_costs_under_30_ms_and_the_config_a_fifth_of_torch():
+def test_the_package_costs_a_fiftieth_of_torch_and_the_config_a_fifth():
+    """A fiftieth is 30 ms where torch takes 1.5 s. Slower machines, and other processes, change both."""
     bare = fastest("pass", 8)
     package = fastest("import distributed", 8) - bare
     config = fastest("import distributed; distributed.DistributedConfig(batch_size=8)", 8) - bare
     torch = fastest("import torch", 3) - bare
-    assert package <= 0.030, f"{package * 1000:.0f} ms"
+    assert package <= 0.02 * torch, f"{package / torch:.3f} of import torch"
     assert config <= 0.2 * torch, f"{config / torch:.2f} of import torch"
 
 
