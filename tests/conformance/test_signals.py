@@ -209,7 +209,7 @@ def test_ctrl_c_while_many_workers_are_starting_ends_them_all_in_seconds(start, 
     begun.mkdir()
     train = [*CLI, "train", "--script", "stubborn.py", "--nproc-per-node", "48", "--device", "cpu", "--", str(begun)]
     command = start([sys.executable, "-c", ON_ONE_CORE, *train], cwd=tmp_path)
-    command.wait_for(lambda: len(list(begun.iterdir())) >= 8)
+    command.wait_for(lambda: len(list(begun.iterdir())) >= 4)
     assert "starting 48 workers (cpu)" in command.output
     assert "warning: 48 processes share 1 core, more than 4 on each" in command.output
 
