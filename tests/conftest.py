@@ -230,7 +230,7 @@ class Started:
 
 
 def patient(limit_s: float) -> float:
-    """Return the time limit of a command that is run to its end, in the place of `limit_s`."""
+    """Return the time limit of a command that is run to its end, or of a job of a cluster, in the place of `limit_s`."""
     return limit_s * PATIENCE if limit_s >= 60 else limit_s
 
 

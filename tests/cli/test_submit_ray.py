@@ -19,7 +19,7 @@ from distributed.cli.__main__ import run
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher.submit import ray_jobs
 from tests.cli.test_ray_cluster import COMMAND, OPEN, RAY, weights_of
-from tests.conftest import Started, clean_environment, free_port, needs_backend, needs_library, poll
+from tests.conftest import Started, clean_environment, free_port, needs_backend, needs_library, patient, poll
 
 pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("a cluster of Ray")]
 SUBMIT = ("submit", "ray", "--script", "train.py")
@@ -316,20 +316,20 @@ def test_a_job_trains_saves_when_it_is_stopped_and_goes_on(run_cli: Any, tmp_pat
     events = storage / "run" / "events.jsonl"
     poll(
         lambda: events.exists() and events.read_text().count("checkpoint_saved") > 1,
-        120,
+        patient(120),
         lambda: ask("logs", "run"),
     )
     assert "RUNNING" in ask("status", "run")
     again = run_cli(["submit", *submit, "--resume"], cwd=tmp_path, env=OPEN, timeout=90)
     assert again.returncode == 2 and "has not ended (RUNNING)" in again.stderr, again.output
     assert "was told to save and end; to continue the run" in ask("stop", "run")
-    poll(lambda: "STOPPED" in ask("status", "run"), 60, lambda: ask("logs", "run"))
+    poll(lambda: "STOPPED" in ask("status", "run"), patient(60), lambda: ask("logs", "run"))
     assert "SIGTERM: stopping after this step" in ask("logs", "run")
     saved = [json.loads(line)["step"] for line in events.read_text().splitlines() if "checkpoint_saved" in line]
     assert saved[-1] < 80 and '"preempted"' in events.read_text()
 
     slow.unlink()
     ask(*submit, "--resume")
-    poll(lambda: "SUCCEEDED" in ask("status", "run"), 120, lambda: ask("logs", "run"))
+    poll(lambda: "SUCCEEDED" in ask("status", "run"), patient(120), lambda: ask("logs", "run"))
     log = ask("logs", "run")
     assert f"resumed from step-{saved[-1]:08d}" in log and weights_of(log) == weights_of(expected.stdout)

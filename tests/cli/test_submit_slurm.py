@@ -16,7 +16,7 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher.submit import slurm as own_slurm
-from tests.conftest import Finished, Started, poll
+from tests.conftest import Finished, Started, patient, poll
 from tests.machines import Machines
 from tests.slurm import Slurm, needs_slurm
 
@@ -88,12 +88,12 @@ class Cluster:
 
     def wait_for_attempt(self, count: int, number: str) -> None:
         """Wait until the run has started `count` times."""
-        poll(lambda: self.events().count("started") == count, 60, lambda: self.output(number))
+        poll(lambda: self.events().count("started") == count, patient(60), lambda: self.output(number))
 
     def wait_for_checkpoint(self, number: str) -> None:
         """Wait until the run has saved once more."""
         before = self.events().count("checkpoint_saved")
-        poll(lambda: self.events().count("checkpoint_saved") > before, 60, lambda: self.output(number))
+        poll(lambda: self.events().count("checkpoint_saved") > before, patient(60), lambda: self.output(number))
 
     def lose_node(self, lost: int, number: str) -> None:
         """Kill a node, wait until the job is queued again, and start the node."""
