@@ -16,7 +16,7 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher.submit import slurm as own_slurm
-from tests.conftest import Finished, Started, patient, poll
+from tests.conftest import MARK, Finished, Started, patient, poll
 from tests.machines import Machines
 from tests.slurm import Slurm, needs_slurm
 
@@ -65,8 +65,8 @@ class Cluster:
         self.run_dir = self.home / "shared run"
 
     def submit(self, *words: str) -> Finished:
-        """Run `distributed submit`."""
-        argv = [*self._machines.on(0), sys.executable, "-m", "distributed.cli", "submit", *words]
+        """Run `distributed submit`. A job gets its environment, without the mark by which processes are found that a command left."""
+        argv = [*self._machines.on(0), "env", "-u", MARK, sys.executable, "-m", "distributed.cli", "submit", *words]
         return self._start(argv, env={**self.slurm.env, "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}).finish(
             60
         )
