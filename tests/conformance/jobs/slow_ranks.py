@@ -16,7 +16,7 @@ RANK, SLEEP_S, UPDATES = int(os.environ["RANK"]), 0.03, 150
 
 
 class Slowness:
-    """Sleep once in each update, four times as long as the rest of the update took.
+    """Sleep once in each update, four times as long as the rest of the update took, and at least `SLEEP_S` seconds.
 
     The share of the sleep is thus the same on machines of all speeds, and beside other processes.
     """
