@@ -35,28 +35,38 @@ class Copies:
 
     def __init__(self, directory: Path, agreement: Agreement) -> None:
         self._directory, self._agreement, self._context = directory, agreement, agreement.context
-        self._away: list[int] | None = None  # ranks that do not see the directory of the main process
+        # For each rank the first rank that sees the same directory, or None before the ranks have looked. The number of nodes does
+        # not tell: nodes may share a directory, and workers that were started by hand do not know how many there are on each node.
+        self._seen_by: list[int] | None = None
         self._marker = ""  # name of the main process's file
 
     def away(self) -> list[int]:
         """Return the ranks that do not see the directory of the main process."""
-        if self._away is None:
-            self._away = self._look() if self._has_several_nodes() else []
-        return self._away
+        if self._seen_by is None:
+            self._seen_by = self._look()
+        return [rank for rank, first in enumerate(self._seen_by) if first > 0]
 
     def away_from(self, path: Path) -> list[int]:
-        """Return the ranks that do not see the checkpoint that the main process has at `path`."""
-        if self._has_several_nodes() and path.parent != self._directory:
-            return self._ranks_without(path / MANIFEST, 0.0)
-        return self.away()
+        """Return the ranks that do not see the checkpoint that the main process has at `path`, none if it has none there."""
+        if path.parent == self._directory:
+            return self.away()
+        away = self._where(not _appears(path / MANIFEST, 0.0))
+        if 0 in away:
+            return []
+        if away and self._seen_by is None:  # the checkpoint is copied into the directories of these ranks
+            self._seen_by = self._look()
+        return away
 
     def clear(self, stage: Path) -> None:
         """Remove the files of this node in `stage`, if the node is away. Not a collective. Call `away` first."""
-        if self._is_first_of(self._away or []):
+        if self._seen_by is not None and self._is_first_of(self.away()):
             shutil.rmtree(stage, ignore_errors=True)
 
     def close(self) -> None:
         """Remove the marker file of the main process. Not a collective. Do not save after this call."""
+        self._remove_marker()
+
+    def _remove_marker(self) -> None:
         if self._marker and self._context.is_main_process:
             with contextlib.suppress(OSError):
                 (self._directory / self._marker).unlink()
@@ -66,9 +76,9 @@ class Copies:
         if not self.away():
             return
         late = self._ranks_without(self._directory / self._marker, 0.0)  # a file system may have shown the marker late
-        self._away = [rank for rank in self.away() if rank in late]
+        self._seen_by = [first if rank in late else 0 for rank, first in enumerate(self._seen_by or [])]
         copy = stage if self._context.is_main_process else None
-        for source in self._first_ranks_of(self._away):
+        for source in self._first_ranks_of(self.away()):
             self._send(stage, copy, source)
 
     @contextlib.contextmanager
@@ -89,16 +99,14 @@ class Copies:
         """
         return self._send_to(self.away(), path, self._directory / RECEIVED / path.name)
 
-    def _has_several_nodes(self) -> bool:
-        return self._context.local_world_size < self._context.world_size
-
     def _is_first_of(self, away: list[int]) -> bool:
-        """Return whether the node of this rank is away and this rank reads and writes the node's files."""
-        return self._context.rank in away and self._context.local_rank == 0
+        """Return whether this rank is away and is the one that reads and writes the files of its directory."""
+        return self._context.rank in self._first_ranks_of(away)
 
     def _first_ranks_of(self, away: list[int]) -> list[int]:
-        """Return the first rank of each node that is away."""
-        return self._where(self._is_first_of(away))
+        """Return the first of those ranks of `away` that see the same directory, for each directory."""
+        seen_by = self._seen_by or []
+        return sorted({seen_by[rank]: rank for rank in reversed(away)}.values())
 
     def _where(self, holds: bool) -> list[int]:
         """Return the ranks on which `holds` is true."""
@@ -130,9 +138,29 @@ class Copies:
         return self._agreement.world.broadcast(mine, source)
 
     def _look(self) -> list[int]:
-        """Let the main process create a file, and return the ranks that do not see it."""
+        """Let the main process create a file, and return for each rank the first rank that sees the same directory."""
+        if self._context.world_size == 1:
+            return [0]
         self._marker = self._agreement.on_main(lambda: _create_marker(self._directory))
-        return self._ranks_without(self._directory / self._marker, _APPEARS_S)
+        away = self._ranks_without(self._directory / self._marker, _APPEARS_S)
+        if not away:
+            self._remove_marker()
+            return [0] * self._context.world_size
+        return self._first_that_see_the_same(away)
+
+    def _first_that_see_the_same(self, away: list[int]) -> list[int]:
+        """Let each rank of `away` create a file too. Return for each rank the first rank whose file it sees."""
+        own, first = self._context.rank, 0
+        names = {rank: f"{self._marker}-{rank}" for rank in away}
+        self._agreement.on_all(lambda: _touch(self._directory / names[own]) if own in away else None)
+        if own in away:
+            here = _names(self._directory)
+            first = min([own, *(rank for rank, name in names.items() if name in here)])
+        seen_by: list[int] = self._agreement.world.gather(first)
+        if own in away:  # all have looked
+            with contextlib.suppress(OSError):
+                (self._directory / names[own]).unlink()
+        return seen_by
 
     def _ranks_without(self, file: Path, seconds: float) -> list[int]:
         """Return the ranks that do not see a file of the main process within `seconds`."""
@@ -147,6 +175,21 @@ def _create_marker(directory: Path) -> str:
     name = f"{_MARKER}{secrets.token_hex(8)}"
     (directory / name).touch()
     return name
+
+
+def _touch(file: Path) -> None:
+    """Create a file, if this node may write there: one that only reads checkpoints need not."""
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+
+
+def _names(directory: Path) -> set[str]:
+    """Return the names in a directory, none if it cannot be read."""
+    try:
+        return {file.name for file in directory.iterdir()}
+    except OSError:
+        return set()
 
 
 def _appears(path: Path, seconds: float) -> bool:

@@ -265,6 +265,63 @@ def test_nodes_without_a_shared_directory_train_as_one_machine(
     ]
 
 
+@pytest.mark.cluster
+def test_workers_started_by_rank_on_machines_of_their_own_go_on_bit_for_bit(
+    make_machines: Callable[[int], Machines], start: Callable[..., Started], expected: Callable[[int], str]
+) -> None:
+    """Such a worker does not know that the others are on another machine. Dropout draws from the generator of each rank."""
+    machines = make_machines(2)
+    for home in machines.homes:
+        (home / "train.py").write_text(SCRIPT)
+
+    def begin(rank: int, *flags: str, wait_s: float = 0.0) -> Started:
+        command = [
+            sys.executable,
+            "-m",
+            "distributed.cli",
+            "train",
+            "--script",
+            "train.py",
+            "--device",
+            "cpu",
+            "--run-dir",
+            "run",
+        ]
+        who = ["--world-size", "2", "--rank", str(rank), "--master-addr", "10.99.0.1", "--master-port", PORT]
+        return start([*machines.on(rank), *command, *who, *flags], env={"WAIT_S": str(wait_s)})
+
+    def saved() -> list[int]:
+        journal = machines.homes[0] / "run/events.jsonl"
+        return (
+            [int(step) for step in re.findall(r"checkpoint_saved\", \"step\": (\d+)", journal.read_text())]
+            if journal.exists()
+            else []
+        )
+
+    killed = [begin(rank, wait_s=0.05) for rank in (0, 1)]
+    ended = lambda: any(each.process.poll() is not None for each in killed)  # noqa: E731
+    poll(
+        lambda: 30 in saved(),
+        120,
+        lambda: "\n".join(file.read_text() for each in killed for file in each._files),
+        ended,
+    )
+    for each in killed:
+        each.process.kill()
+        each.process.wait()
+
+    done = [each.finish(150) for each in [begin(rank, "--resume") for rank in (0, 1)]]
+
+    assert [each.returncode for each in done] == [0, 0], "\n".join(each.output for each in done)
+    assert done[0].stdout.split("weights ")[1].split()[0] == expected(2)
+    (first, *_) = [
+        event
+        for event in map(json.loads, (machines.homes[0] / "run/events.jsonl").read_text().splitlines())
+        if event["event"] == "resumed"
+    ]
+    assert first["step"] >= 30
+
+
 @pytest.mark.parametrize(
     ("leads_to", "master"),
     [("loopback", "node0"), pytest.param("another network", "10.99.0.1", marks=pytest.mark.cluster)],

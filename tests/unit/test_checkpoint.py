@@ -23,6 +23,7 @@ import numpy
 import pytest
 from safetensors import safe_open
 
+from distributed.backends import wire
 from distributed.backends.world import OneProcess
 from distributed.checkpoints import directory, durable, manifest
 from distributed.checkpoints import store as checkpoint
@@ -108,9 +109,9 @@ class Threads:
         return all(key in self.values for key in keys)
 
     def share(self, rank: int, value: Any) -> list[Any]:
-        self.slots[rank] = json.dumps(value)
+        self.slots[rank] = wire.to_bytes(value)
         self.barrier.wait()
-        values = [json.loads(slot) for slot in self.slots]
+        values = [wire.from_bytes(slot) for slot in self.slots]
         self.barrier.wait()
         return values
 
