@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed.checkpoints.agreement import Agreement
+from distributed.checkpoints.durable import make_directory
 from distributed.checkpoints.manifest import MANIFEST
 
 RECEIVED = "received"  # directory beside the checkpoints for the last checkpoint that was delivered to this node
@@ -58,7 +59,7 @@ class Copies:
         return away
 
     def clear(self, stage: Path) -> None:
-        """Remove the files of this node in `stage`, if the node is away. Not a collective. Call `away` first."""
+        """Remove `stage` in the directory of this rank, if the rank is away. Not a collective. Call `away` first."""
         if self._seen_by is not None and self._is_first_of(self.away()):
             shutil.rmtree(stage, ignore_errors=True)
 
@@ -141,7 +142,7 @@ class Copies:
         """Let the main process create a file, and return for each rank the first rank that sees the same directory."""
         if self._context.world_size == 1:
             return [0]
-        self._marker = self._agreement.on_main(lambda: _create_marker(self._directory))
+        self._marker = self._agreement.on_main(lambda: _create(self._directory, f"{_MARKER}{secrets.token_hex(8)}"))
         away = self._ranks_without(self._directory / self._marker, _APPEARS_S)
         if not away:
             self._remove_marker()
@@ -150,16 +151,22 @@ class Copies:
 
     def _first_that_see_the_same(self, away: list[int]) -> list[int]:
         """Let each rank of `away` create a file too. Return for each rank the first rank whose file it sees."""
-        own, first = self._context.rank, 0
+        own, is_away = self._context.rank, self._context.rank in away
         names = {rank: f"{self._marker}-{rank}" for rank in away}
-        self._agreement.on_all(lambda: _touch(self._directory / names[own]) if own in away else None)
-        if own in away:
-            here = _names(self._directory)
-            first = min([own, *(rank for rank, name in names.items() if name in here)])
-        seen_by: list[int] = self._agreement.world.gather(first)
-        if own in away:  # all have looked
-            with contextlib.suppress(OSError):
-                (self._directory / names[own]).unlink()
+
+        def first_here() -> int:
+            here = {file.name for file in self._directory.iterdir()}
+            return min(rank for rank, name in names.items() if name in here)
+
+        try:
+            self._agreement.on_all(lambda: _create(self._directory, names[own], f"-{own}") if is_away else None)
+            seen_by: list[int] = self._agreement.world.gather(
+                self._agreement.on_all(lambda: first_here() if is_away else 0)
+            )
+        finally:
+            if is_away:
+                with contextlib.suppress(OSError):
+                    (self._directory / names[own]).unlink()
         return seen_by
 
     def _ranks_without(self, file: Path, seconds: float) -> list[int]:
@@ -167,29 +174,13 @@ class Copies:
         return [rank for rank in self._where(not _appears(file, seconds)) if rank > 0]
 
 
-def _create_marker(directory: Path) -> str:
-    """Remove the marker files of earlier attempts, create a new one, and return its name."""
-    directory.mkdir(parents=True, exist_ok=True)
-    for old in directory.glob(f"{_MARKER}*"):
+def _create(directory: Path, name: str, end: str = "") -> str:
+    """Remove the marker files of earlier attempts that end with `end`, create the marker file `name`, and return its name."""
+    make_directory(directory)
+    for old in directory.glob(f"{_MARKER}*{end}"):
         old.unlink(missing_ok=True)
-    name = f"{_MARKER}{secrets.token_hex(8)}"
     (directory / name).touch()
     return name
-
-
-def _touch(file: Path) -> None:
-    """Create a file, if this node may write there: one that only reads checkpoints need not."""
-    with contextlib.suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch()
-
-
-def _names(directory: Path) -> set[str]:
-    """Return the names in a directory, none if it cannot be read."""
-    try:
-        return {file.name for file in directory.iterdir()}
-    except OSError:
-        return set()
 
 
 def _appears(path: Path, seconds: float) -> bool:

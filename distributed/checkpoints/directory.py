@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from distributed.checkpoints.digests import FileRecord, file_digest
-from distributed.checkpoints.durable import sync, write_file
+from distributed.checkpoints.durable import make_directory, sync, write_file
 from distributed.checkpoints.manifest import (
     MANIFEST,
     CheckpointInfo,
@@ -51,9 +51,7 @@ class CheckpointDirectory:
         self._tidy()
         if self.lost():
             self._newest = ""
-        if not self.path.is_dir():
-            self.path.mkdir(parents=True, exist_ok=True)
-            sync(self.path.parent)
+        make_directory(self.path)
         stage = stage_of(target)
         if stage.exists():
             shutil.rmtree(stage)

@@ -146,6 +146,13 @@ def sync(path: Path) -> None:
         os.close(fd)
 
 
+def make_directory(path: Path) -> None:
+    """Create a directory, with its parents, whose name survives a power loss. Do nothing if it exists."""
+    if not path.is_dir():
+        path.mkdir(parents=True, exist_ok=True)
+        sync(path.parent)
+
+
 class _Output:
     """Write a file from its beginning. Pass what has been written to `found`, if given.
 

@@ -172,6 +172,15 @@ class TrainerFiles:
                 self._agreement.on_main(lambda: self._claim(directory, merged))
             self._agreement.on_main(lambda: self._claim_objects(objects, store, merged, run))
         self._is_store_open = True
+        try:
+            self._check_is_shared(config, store, address)
+        except ConfigError:
+            store.close()
+            raise
+        return store
+
+    def _check_is_shared(self, config: DistributedConfig, store: CheckpointStore, address: str | None) -> None:
+        """Raise ConfigError if the nodes do not share the directory of `store` and have to. A collective."""
         if config.checkpoint_async and not store.is_shared():
             raise ConfigError(
                 f"checkpoint_async=True needs a directory that all nodes share, and they do not share {str(store.directory)!r}: set"
@@ -184,7 +193,6 @@ class TrainerFiles:
                 f"{self._plan.backend} saves a part of the weights on every node, and the nodes do not share {str(store.directory)!r}:"
                 " set checkpoint_dir (or --run-dir) to a directory on a file system that all nodes share, or to an address in object storage"
             )
-        return store
 
     def _of_store(self, run: RunDirectory, event: Mapping[str, Any]) -> None:
         """Show an event of the checkpoint store. Write failed saves and deleted checkpoints into the journal. Main process only."""

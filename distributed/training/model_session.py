@@ -140,7 +140,7 @@ class ModelSession:
             context=self.context, on_event=self._reporter,
         )  # fmt: skip
         state = self._state_to_save()
-        with self.backend.own_generators():  # a checkpoint stores their states too
+        with contextlib.closing(store), self.backend.own_generators():  # a checkpoint stores their states too
             saved = store.save(state, without_paths(self.merged.config), None)
         if saved is None:
             raise ConfigError(f"{path} could not be written: name another path")

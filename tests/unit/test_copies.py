@@ -83,6 +83,27 @@ def test_a_checkpoint_from_elsewhere_is_sent_once_to_each_directory(tmp_path: Pa
     assert not [path for home in (0, 1, 2) for path in (tmp_path / f"home-{home}").iterdir()]
 
 
+def test_a_disk_that_fails_while_the_ranks_look_costs_one_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, is_full = copies._create, [True]
+
+    def create(directory: Path, name: str, end: str = "") -> str:
+        if is_full and end == "-3":
+            is_full.clear()
+            raise OSError(28, "No space left on device")
+        return real(directory, name, end)
+
+    monkeypatch.setattr(copies, "_create", create)
+    (tmp_path / "home-1").mkdir()
+    (tmp_path / "home-1" / ".main-0-2").touch()  # of an attempt that was killed
+    ranks = _on_homes(tmp_path, [0, 0, 1, 1])
+    assert _all(ranks, lambda one: one.save(1)) == [None] * 4
+    assert "No space left" in ranks[0].messages[0]
+    _all(ranks, lambda one: one.save(2))
+    _all(ranks, lambda one: one.store.close())
+    assert names(tmp_path / "home-0") == ["step-00000002"] and names(tmp_path / "home-1") == []
+    assert "rng/rank-3.safetensors" in verify(tmp_path / "home-0" / "step-00000002").files
+
+
 def test_ranks_that_share_the_directory_send_nothing_and_leave_no_marker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
