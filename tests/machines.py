@@ -129,11 +129,6 @@ class Machines:
         )
         return int(times)
 
-    def mend(self, number: int) -> None:
-        """Undo `lose` and `limit` on a machine."""
-        for undo in ("nft delete table inet t", "tc qdisc del dev eth0 root"):
-            self._run([*self.on(number), *undo.split()])
-
     def close(self) -> None:
         """End the namespaces."""
         for holder in self._holders:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environment, poll
+from tests.conftest import clean_environment, patient, poll
 from tests.machines import Machines
 
 _CONF = """\
@@ -132,7 +132,7 @@ class Slurm:
             ]
             return found[0] if found and found[0] in states else None
 
-        return str(poll(state, seconds, lambda: self.run("scontrol", "show", "job", number) + self._logs()))
+        return str(poll(state, patient(seconds), lambda: self.run("scontrol", "show", "job", number) + self._logs()))
 
     def wait_for_nodes(self, states: set[str], seconds: float = 60) -> None:
         """Wait until `sinfo` shows every node in one of `states`, such as "node0 idle"."""

@@ -197,7 +197,10 @@ def test_each_sample_is_seen_once_in_an_epoch_that_another_number_of_processes_f
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("backend", "loss"), [("pytorch-ddp", "link"), ("fsdp", "killed"), ("horovod", "killed")])
+@pytest.mark.parametrize(
+    ("backend", "loss"),
+    [("pytorch-ddp", "link"), ("fsdp", "killed"), pytest.param("horovod", "killed", marks=pytest.mark.full)],
+)
 def test_nodes_go_and_come(
     make_machines: Callable[..., Machines],
     start: Callable[..., Started],

@@ -20,7 +20,6 @@ from tests.machines import Machines
 pytestmark = pytest.mark.timeout(600)
 SHORT = SCRIPT.replace("320", "64").replace("epochs=4", "epochs=1")
 PAGE = Path(__file__).resolve().parents[2] / "docs/many-nodes.md"
-BACKENDS = ("pytorch-ddp", "fsdp", "deepspeed", "horovod")
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 # mpirun binds each of several processes to a core, and counts those of the machine.
 MPIRUN = ["mpirun", "--bind-to", "none", "--oversubscribe", "--mca", "mpi_yield_when_idle", "1"]
@@ -61,7 +60,10 @@ def test_mpirun_trains_as_our_launcher_does(start: Callable[..., Started], tmp_p
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "backend",
+    ["pytorch-ddp", "horovod", *(pytest.param(each, marks=pytest.mark.full) for each in ("fsdp", "deepspeed"))],
+)
 def test_mpirun_trains_on_two_machines_as_on_one(
     make_machines: Callable[..., Machines], start: Callable[..., Started], backend: str
 ) -> None:

@@ -513,7 +513,7 @@ TESTED = {  # setting -> a test of its effect or of its refusal
     "min_nodes": ELASTIC + "test_nodes_go_and_come",
     "min_nproc_per_node": ELASTIC + "test_killed_workers_are_missing_until_the_interval_is_over",
     "elastic_interval_s": ELASTIC + "test_killed_workers_are_missing_until_the_interval_is_over",
-    "wait": "cli/test_ray_cluster.py::test_nodes_are_waited_for_and_a_lost_one_is_replaced_or_ends_the_run_with_its_name",
+    "wait": "cli/test_ray_cluster.py::test_nodes_are_waited_for_and_a_lost_one_is_replaced",
     "node_timeout": "cli/test_many_nodes.py::test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other",
     "monitor_interval": HERE_TESTS + "test_monitor_interval_is_the_longest_wait_between_two_looks",
     "max_restarts": LAUNCH + "test_no_restart_is_left_for_a_worker_that_always_dies",
