@@ -36,9 +36,9 @@ conformance: $(STAMP) $(HOROVOD_STAMP)
 test-full: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'full or not cluster'
 
-# The samples of the documentation, the longest examples, and the site.
+# The samples of the documentation, long examples, and the site. `make test-full` has the longest ones.
 test-docs: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m docs --dist loadgroup
+	$(PYTEST) -m 'docs and not full' --dist loadgroup
 
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)

@@ -79,7 +79,6 @@ def test_command_line_sample_is_understood(command, run_cli, tmp_path):
     assert "global_batch_size" in done.stdout
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("command", UNDERSTOOD)
 def test_command_line_sample_trains(command, run_cli, tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
