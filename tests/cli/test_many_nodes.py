@@ -356,7 +356,7 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_lead_elsewhere(
     ("backend", "num_fits"),  # of each Trainer, one after the other
     [
         ("pytorch-ddp", [1]),
-        pytest.param("pytorch-ddp", [2, 1], marks=pytest.mark.cluster),
+        pytest.param("pytorch-ddp", [2, 1], marks=(pytest.mark.cluster, pytest.mark.full)),
         *(pytest.param(each, [1], marks=of_engine(each)) for each in ENGINES if each != "pytorch-ddp"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
@@ -531,9 +531,12 @@ def begin(
     ("backend", "count"),
     [
         ("fsdp", 2),
-        *(pytest.param(each, 2, marks=pytest.mark.cluster) for each in ENGINES if each != "fsdp"),
-        pytest.param("fsdp", 3, marks=pytest.mark.cluster),
-        *(pytest.param(each, 3, marks=(pytest.mark.cluster, pytest.mark.full)) for each in ("deepspeed", "tensorflow")),
+        *(pytest.param(each, 2, marks=pytest.mark.cluster) for each in ("pytorch-ddp", "tensorflow")),
+        *(pytest.param(each, 2, marks=(pytest.mark.cluster, pytest.mark.full)) for each in ("deepspeed", "horovod")),
+        *(
+            pytest.param(each, 3, marks=(pytest.mark.cluster, pytest.mark.full))
+            for each in ("fsdp", "deepspeed", "tensorflow")
+        ),
     ],
 )
 def test_every_engine_goes_on_bit_for_bit_on_several_nodes(

@@ -170,6 +170,7 @@ def test_a_job_goes_on_after_the_signal_before_its_time_limit_and_after_a_lost_n
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_before_the_time_limit_the_run_saves_is_queued_again_and_goes_on_bit_for_bit(
     cluster: Cluster, expected: str
 ) -> None:

@@ -9,13 +9,20 @@ import pytest
 from distributed.checkpoints.manifest import list_checkpoints
 from distributed.checkpoints.verifying import verify
 from tests.conformance.jobs import zero
+from tests.conformance.runs import FULL
 from tests.conftest import needs_backend
 
 JOB = Path(__file__).parent / "jobs" / "async_saves.py"
 
 
 @pytest.mark.parametrize(
-    ("backend", "world_size"), [("pytorch-ddp", 2), ("fsdp", 2), ("fsdp", 3), ("deepspeed", 1), ("deepspeed", 2)]
+    ("backend", "world_size"),
+    [
+        ("pytorch-ddp", 2),
+        ("fsdp", 2),
+        ("deepspeed", 2),
+        *(pytest.param(*each, marks=FULL) for each in (("fsdp", 3), ("deepspeed", 1))),
+    ],
 )
 def test_every_save_in_the_background_has_the_files_of_a_save_at_once(run_cli_once, tmp_path, backend, world_size):
     needs_backend(backend)

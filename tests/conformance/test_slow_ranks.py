@@ -41,7 +41,7 @@ def named(run_cli, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "backend", ["pytorch-ddp", "fsdp", *(pytest.param(name, marks=FULL) for name in ("deepspeed", "ray"))]
+    "backend", ["pytorch-ddp", *(pytest.param(name, marks=FULL) for name in ("fsdp", "deepspeed", "ray"))]
 )
 def test_a_rank_with_a_slow_loader_and_one_with_slow_passes_are_named(named, tmp_path, backend):
     needs_backend(backend)
