@@ -178,18 +178,12 @@ class Job:
             "--master-port": PORT,
         }
         own = [word for pair in where.items() for word in pair]
-        command = [
-            *self.machines.on(rank),
-            sys.executable,
-            "-m",
-            "distributed.cli",
-            "train",
-            "--script",
-            "train.py",
-        ]
-        return self._start(
-            [*command, "--device", "cpu", "--nproc-per-node", "1", *own, *self._flags, *more], env={**self._env, **env}
-        )
+        return self._train(rank, ["--nproc-per-node", "1", *own, *self._flags, *more], env)
+
+    def _train(self, number: int, flags: Sequence[str], env: dict[str, str]) -> Started:
+        """Start `train` on a machine."""
+        command = [sys.executable, "-m", "distributed.cli", "train", "--script", "train.py", "--device", "cpu"]
+        return self._start([*self.machines.on(number), *command, *flags], env={**self._env, **env})
 
     def text(self, rank: int) -> str:
         """Return what node `rank` has printed so far."""
@@ -214,6 +208,14 @@ class Job:
         ended = [node.finish(150) for node in self.nodes]
         assert [each.returncode for each in ended] == [0] * len(ended), "\n".join(each.output for each in ended)
         return ended[0].stdout.split("weights ")[1].split()[0]
+
+
+class JobByRank(Job):
+    """A worker on each of several machines. It does not know that the others are on other machines."""
+
+    def begin(self, rank: int, *more: str, **env: str) -> Started:
+        who = ["--world-size", str(len(self.machines.homes)), "--rank", str(rank), "--master-addr", "10.99.0.1"]
+        return self._train(rank, [*who, "--master-port", PORT, *self._flags, *more], env)
 
 
 def check_what_node_1_knows(job: Job, start: Callable[..., Started]) -> None:
@@ -269,57 +271,18 @@ def test_nodes_without_a_shared_directory_train_as_one_machine(
 def test_workers_started_by_rank_on_machines_of_their_own_go_on_bit_for_bit(
     make_machines: Callable[[int], Machines], start: Callable[..., Started], expected: Callable[[int], str]
 ) -> None:
-    """Such a worker does not know that the others are on another machine. Dropout draws from the generator of each rank."""
-    machines = make_machines(2)
-    for home in machines.homes:
-        (home / "train.py").write_text(SCRIPT)
-
-    def begin(rank: int, *flags: str, wait_s: float = 0.0) -> Started:
-        command = [
-            sys.executable,
-            "-m",
-            "distributed.cli",
-            "train",
-            "--script",
-            "train.py",
-            "--device",
-            "cpu",
-            "--run-dir",
-            "run",
-        ]
-        who = ["--world-size", "2", "--rank", str(rank), "--master-addr", "10.99.0.1", "--master-port", PORT]
-        return start([*machines.on(rank), *command, *who, *flags], env={"WAIT_S": str(wait_s)})
-
-    def saved() -> list[int]:
-        journal = machines.homes[0] / "run/events.jsonl"
-        return (
-            [int(step) for step in re.findall(r"checkpoint_saved\", \"step\": (\d+)", journal.read_text())]
-            if journal.exists()
-            else []
-        )
-
-    killed = [begin(rank, wait_s=0.05) for rank in (0, 1)]
-    ended = lambda: any(each.process.poll() is not None for each in killed)  # noqa: E731
-    poll(
-        lambda: 30 in saved(),
-        120,
-        lambda: "\n".join(file.read_text() for each in killed for file in each._files),
-        ended,
-    )
-    for each in killed:
+    """Dropout draws from the generator of each rank."""
+    job = JobByRank(make_machines(2), start, "--run-dir", "runs/mine", wait_s=0.05)
+    job.until_step(30)
+    for each in job.nodes:
         each.process.kill()
         each.process.wait()
 
-    done = [each.finish(150) for each in [begin(rank, "--resume") for rank in (0, 1)]]
+    job.nodes = [job.begin(rank, "--resume", WAIT_S="0") for rank in (0, 1)]
 
-    assert [each.returncode for each in done] == [0, 0], "\n".join(each.output for each in done)
-    assert done[0].stdout.split("weights ")[1].split()[0] == expected(2)
-    (first, *_) = [
-        event
-        for event in map(json.loads, (machines.homes[0] / "run/events.jsonl").read_text().splitlines())
-        if event["event"] == "resumed"
-    ]
-    assert first["step"] >= 30
+    assert job.weights() == expected(2)
+    (first,) = re.findall(r'"event": "resumed", .*?"step": (\d+)', job._events())
+    assert int(first) >= 30
 
 
 @pytest.mark.parametrize(
