@@ -64,10 +64,7 @@ class Copies:
             shutil.rmtree(stage, ignore_errors=True)
 
     def close(self) -> None:
-        """Remove the marker file of the main process. Not a collective. Do not save after this call."""
-        self._remove_marker()
-
-    def _remove_marker(self) -> None:
+        """Remove the marker file of the main process. Not a collective. Do not save after this call if a rank is away."""
         if self._marker and self._context.is_main_process:
             with contextlib.suppress(OSError):
                 (self._directory / self._marker).unlink()
@@ -145,7 +142,7 @@ class Copies:
         self._marker = self._agreement.on_main(lambda: _create(self._directory, f"{_MARKER}{secrets.token_hex(8)}"))
         away = self._ranks_without(self._directory / self._marker, _APPEARS_S)
         if not away:
-            self._remove_marker()
+            self.close()
             return [0] * self._context.world_size
         return self._first_that_see_the_same(away)
 

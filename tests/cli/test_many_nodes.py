@@ -272,7 +272,8 @@ def test_workers_started_by_rank_on_machines_of_their_own_go_on_bit_for_bit(
     make_machines: Callable[[int], Machines], start: Callable[..., Started], expected: Callable[[int], str]
 ) -> None:
     """Dropout draws from the generator of each rank."""
-    job = JobByRank(make_machines(2), start, "--run-dir", "runs/mine", wait_s=0.05)
+    script = f'{SCRIPT}trainer.save("saved")\n'
+    job = JobByRank(make_machines(2), start, "--run-dir", "runs/mine", wait_s=0.05, script=script)
     job.until_step(30)
     for each in job.nodes:
         each.process.kill()
@@ -283,6 +284,8 @@ def test_workers_started_by_rank_on_machines_of_their_own_go_on_bit_for_bit(
     assert job.weights() == expected(2)
     (first,) = re.findall(r'"event": "resumed", .*?"step": (\d+)', job._events())
     assert int(first) >= 30
+    assert [path.name for path in (job.machines.homes[0] / "saved").iterdir()] == ["step-00000160"]
+    assert not [file for home in job.machines.homes for file in home.rglob(".main-*")]
 
 
 @pytest.mark.parametrize(
@@ -557,10 +560,11 @@ def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
 
 
 @pytest.mark.parametrize(
-    ("backend", "flags"),
+    ("backend", "flags", "kind"),
     [
-        ("fsdp", []),
-        pytest.param("deepspeed", ["--set", "deepspeed.zero_stage=3"], marks=pytest.mark.cluster),
+        ("fsdp", [], Job),
+        pytest.param("fsdp", [], JobByRank, marks=pytest.mark.cluster),
+        pytest.param("deepspeed", ["--set", "deepspeed.zero_stage=3"], Job, marks=pytest.mark.cluster),
     ],
 )
 def test_a_sharded_save_without_a_shared_directory_is_refused_before_training(
@@ -569,10 +573,11 @@ def test_a_sharded_save_without_a_shared_directory_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
     backend: str,
     flags: list[str],
+    kind: type[Job],
 ) -> None:
     needs_backend(backend)
     monkeypatch.setenv("DTYPE", "float32" if backend == "deepspeed" else "float64")
-    job = Job(make_machines(2), start, "--backend", backend, *flags)
+    job = kind(make_machines(2), start, "--backend", backend, *flags)
 
     ended = [node.finish(60) for node in job.nodes]
 
@@ -581,6 +586,7 @@ def test_a_sharded_save_without_a_shared_directory_is_refused_before_training(
         assert f"error: {backend} saves a part of the weights on every node, and the nodes do not share" in each.stderr
         assert "set checkpoint_dir (or --run-dir) to a directory on a file system that all nodes share" in each.stderr
     assert "step" not in ended[0].stdout
+    assert not [file for home in job.machines.homes for file in home.rglob(".main-*")]
 
 
 @pytest.mark.cluster
