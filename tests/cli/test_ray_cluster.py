@@ -549,17 +549,24 @@ def test_the_number_of_workers_follows_the_nodes(
     assert '"regrouped"' in (run / "events.jsonl").read_text()  # the workers saved before they were replaced
 
 
+def two_nodes_with_the_checks_of_ray(
+    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
+) -> tuple[RayMachines, str]:
+    """Return a cluster with the health checks that Ray has by default and a script, and the script's weights on one machine."""
+    cluster = ray_machines(2, health={})
+    home = cluster.machines.homes[0]
+    (home / "train.py").write_text(COMMAND)
+    return cluster, weights_on_one_machine(home, run_cli)
+
+
 @pytest.mark.cluster
 def test_a_gap_that_the_health_checks_of_ray_miss_changes_no_bit(
     ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
 ) -> None:
-    cluster = ray_machines(2, health={})
-    home = cluster.machines.homes[0]
-    (home / "train.py").write_text(COMMAND)
-    expected = weights_on_one_machine(home, run_cli)
+    cluster, expected = two_nodes_with_the_checks_of_ray(ray_machines, run_cli)
 
     command = cluster.run(*command_of_the_page())
-    wait_for_step(home, 20, command)
+    wait_for_step(cluster.machines.homes[0], 20, command)
     cluster.machines.link(1, "down")
     time.sleep(20)  # the length of the gap
     cluster.machines.link(1, "up")
@@ -574,10 +581,7 @@ def test_a_gap_that_the_health_checks_of_ray_miss_changes_no_bit(
 def test_a_network_that_loses_packets_changes_no_bit(
     ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
 ) -> None:
-    cluster = ray_machines(2, health={})
-    home = cluster.machines.homes[0]
-    (home / "train.py").write_text(COMMAND)
-    expected = weights_on_one_machine(home, run_cli)
+    cluster, expected = two_nodes_with_the_checks_of_ray(ray_machines, run_cli)
 
     for number in (0, 1):
         cluster.machines.lose(number, 5)
