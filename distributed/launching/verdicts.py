@@ -397,8 +397,8 @@ class Verdicts:
         if left:
             return f"going on with {left} process{'es' * (left > 1)}"
         if restarts_left:
-            # Not counted after the loss of a node.
-            is_counted = not (cause.is_consequence and self._request.num_nodes > 1)
+            # With a launcher on each node, this one does not know yet whether a node was lost, which is not counted.
+            is_counted = self.node is None or not cause.is_consequence
             then = f"restarting ({most - restarts_left + 1} of {most})" if is_counted else "restarting"
             return f"{then} with {more}, so that the traceback shows the failing line" if more else then
         if cause.no_restart_because or cause.kind == "error" or self._had_more:
@@ -425,8 +425,8 @@ class Verdicts:
             return not self._had_more or (cause.kind == "exception" and self._request.restart_on_exception)
         if cause.kind in ("signal", "hang"):
             return True
-        if cause.kind == "exception" and cause.is_consequence and self._request.num_nodes > 1:
-            return True  # the cause is on another node, and that node restarts
+        if cause.is_consequence and cause.node:
+            return True  # the cause is on another node: its launcher restarts too, or Ray has not seen yet that it is lost
         return cause.kind == "exception" and self._request.restart_on_exception
 
     @property

@@ -62,7 +62,7 @@ def test_mpirun_trains_as_our_launcher_does(start: Callable[..., Started], tmp_p
 @pytest.mark.cluster
 @pytest.mark.parametrize(
     "backend",
-    ["pytorch-ddp", "horovod", *(pytest.param(each, marks=pytest.mark.full) for each in ("fsdp", "deepspeed"))],
+    ["horovod", *(pytest.param(each, marks=pytest.mark.full) for each in ("pytorch-ddp", "fsdp", "deepspeed"))],
 )
 def test_mpirun_trains_on_two_machines_as_on_one(
     make_machines: Callable[..., Machines], start: Callable[..., Started], backend: str

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,13 @@ class RayMachines:
         for number in range(begun):
             self.add(number)
 
-    def add(self, number: int, **environ: str) -> None:
-        """Start the node on machine `number` with more variables, and wait until it has joined."""
+    def add(self, *numbers: int, **environ: str) -> None:
+        """Start the nodes on these machines at once with more variables, and wait until they have joined."""
+        with futures.ThreadPoolExecutor() as pool:
+            for each in [pool.submit(self._add, number, environ) for number in numbers]:
+                each.result()
+
+    def _add(self, number: int, environ: dict[str, str]) -> None:
         address = self.machines.addresses[number]
         role = ["--head", "--port=6399", "--include-dashboard=false"] if number == 0 else ["--address=10.99.0.1:6399"]
         if number == 0:
@@ -279,6 +285,12 @@ def first_save_with(home: Path, size: int) -> float:
     return 0.0
 
 
+def most_to_go_on(home: Path, launched: float, size: int) -> float:
+    """Return in how many seconds after the loss of a node the others must have saved: 30, or, if the start of `size` workers at
+    `launched` took longer than 20 because the machine is busy, that time and 10 more to detect the loss."""
+    return max(30.0, first_save_with(home, size) - launched + 10)
+
+
 def weights_of(output: str) -> str:
     return output.split("weights ")[1].split()[0]
 
@@ -302,6 +314,7 @@ def command_of_the_page() -> list[str]:
     return shlex.split(line)
 
 
+@pytest.mark.full
 def test_the_sample_of_the_page_trains_on_two_nodes_as_on_one_machine(
     ray_machines: Callable[..., RayMachines], run_python: Callable[..., Any]
 ) -> None:
@@ -348,8 +361,11 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced(
     cluster.add(1)
     done = command.finish(150, grace=20)
     assert done.returncode == 0 and weights_of(done.stdout) == expected, done.output
-    found = re.findall(r"rank \d on node1 was killed by signal 9 \(SIGKILL\): restarting \((\d) of 3\)", done.stderr)
-    assert found == ["1", "2"], done.output
+    found = re.findall(r"^warning: rank \d on (.*): restarting \((\d) of 3\)$", done.stderr, re.M)
+    killed, cut = "node1 was killed by signal 9 (SIGKILL)", "node0 lost the connection to another rank"
+    assert found in ([(killed, "1"), (killed, "2")], [(killed, "1"), (cut, "2")]), (
+        done.output
+    )  # the end of a node arrives late
     (run,) = home.glob("runs/*")
     events = (run / "events.jsonl").read_text()
     assert events.count('"restarted"') == 2 and events.count('"node_lost"') == 1
@@ -515,28 +531,28 @@ def test_the_number_of_workers_follows_the_nodes(
     """The run follows four nodes, three and one after kills, and four again. Without dropout the weights are those of four workers."""
     cluster = ray_machines(4)
     home = cluster.machines.homes[0]
-    (home / "train.py").write_text(COMMAND.replace("Dropout(0.5)", "Dropout(0.0)").replace("epochs=4", "epochs=40"))
+    (home / "train.py").write_text(COMMAND.replace("Dropout(0.5)", "Dropout(0.0)").replace("epochs=4", "epochs=15"))
     expected = weights_on_one_machine(home, run_cli, 4)
 
     flags = ["--nproc-per-node", "1:4", "--max-restarts", "0", "--set", "elastic_interval_s=5"]
     train = ["train", "--script", "train.py", "--backend", "ray", "--address", "10.99.0.1:6399"]
+    launched = time.time()
     command = cluster.run("-m", "distributed.cli", *train, *flags)
     wait_for_step(home, 20, command)
+    limit_s = most_to_go_on(home, launched, 4)
     began = time.time()
     cluster.kill(3)
     command.wait_for(lambda: first_save_with(home, 3), 60)
-    assert first_save_with(home, 3) - began <= 30, command.output
+    assert first_save_with(home, 3) - began <= limit_s, command.output
     wait_for_step(home, 60, command)
     began = time.time()
     cluster.kill(1)
     cluster.kill(2)
     command.wait_for(lambda: first_save_with(home, 1), 60)
-    assert first_save_with(home, 1) - began <= 30, command.output
-    (
-        home / "linger"
-    ).touch()  # a second for each of 600 steps or more: the run must not end before the nodes have joined
-    for lost in (1, 2, 3):
-        cluster.add(lost)
+    assert first_save_with(home, 1) - began <= limit_s, command.output
+    # A second for each of 200 steps or more: the run must not end before the nodes have joined.
+    (home / "linger").touch()
+    cluster.add(1, 2, 3)
     command.wait_for("going on with 4 processes", 120)
     (home / "hurry").touch()
     done = command.finish(150, grace=20)
@@ -560,6 +576,7 @@ def two_nodes_with_the_checks_of_ray(
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_a_gap_that_the_health_checks_of_ray_miss_changes_no_bit(
     ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
 ) -> None:
@@ -599,6 +616,7 @@ def test_a_link_that_is_cut_holds_nobody_up(ray_machines: Callable[..., RayMachi
     cluster = ray_machines(2, health={})
     home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND.replace("epochs=4", "epochs=100"))
+    launched = time.time()
     command = cluster.run(
         "-m", "distributed.cli", "train", "--script", "train.py", "--backend", "ray", "--address", "10.99.0.1:6399", "--nproc-per-node",
         "1:2", "--max-restarts", "0", "--set", "elastic_interval_s=5",
@@ -607,7 +625,7 @@ def test_a_link_that_is_cut_holds_nobody_up(ray_machines: Callable[..., RayMachi
     cut = time.time()
     cluster.machines.link(1, "down")
     command.wait_for(lambda: first_save_with(home, 1), 60)
-    assert first_save_with(home, 1) - cut <= 30, command.output
+    assert first_save_with(home, 1) - cut <= most_to_go_on(home, launched, 2), command.output
     command.wait_for("node1 does not answer: the workers start again on the other nodes", 1)
     assert not processes_of(cluster, 1)
     command.signal(signal.SIGTERM)

@@ -99,7 +99,7 @@ def trained(tmp_path_factory, run_cli_once):
 
 
 @pytest.mark.parametrize(
-    "backend", [each if each in ("pytorch-ddp", "fsdp") else pytest.param(each, marks=FULL) for each in ONLY_TRAINABLE]
+    "backend", [each if each == "pytorch-ddp" else pytest.param(each, marks=FULL) for each in ONLY_TRAINABLE]
 )
 def test_checkpoints_of_the_adapter_alone_give_the_model_of_whole_checkpoints(trained, backend):
     """PEFT with `checkpoint_trainable_only`: `save_pretrained`, a resume and a further fit have the bits of the run without it."""

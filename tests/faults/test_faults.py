@@ -147,7 +147,9 @@ def arguments(run: Path, name: str, *flags: str) -> list[str]:
     ("backend", "names", "last"),
     [
         ("pytorch-ddp", ["segfault", "raise-on-rank-0", "loop-callback"], "rank 1 hangs in step 3"),
-        ("ray", ["loop-loader", "segfault"], "rank 1 was killed by signal 11 (SIGSEGV)"),
+        pytest.param(
+            "ray", ["loop-loader", "segfault"], "rank 1 was killed by signal 11 (SIGSEGV)", marks=pytest.mark.full
+        ),
     ],
 )
 def test_faults_in_one_run_are_told_apart(

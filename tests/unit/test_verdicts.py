@@ -201,17 +201,42 @@ def test_only_a_restart_after_a_failure_is_one_in_the_journal(run):
     assert events_of(run)[3:] == ["restarted"]
 
 
+LOST_CONNECTION = {
+    "op": "event", "kind": "error", "rank": 0, "type": "ConnectionResetError", "message": "", "traceback": "", "time": time.time(),
+    "exit_code": 1, "is_message_enough": False,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("fewest", [1, None])
 def test_a_lost_connection_is_shown_without_a_count_because_a_lost_node_is_no_restart(run, capsys, fewest):
     found = verdicts(run, io.StringIO(), num_nodes=2, min_nodes=fewest, max_restarts=1)
-    found.begin({0: 0}, 0)
-    found.add({
-        "op": "event", "kind": "error", "rank": 0, "type": "ConnectionResetError", "message": "", "traceback": "", "time": time.time(),
-        "exit_code": 1, "is_message_enough": False,
-    })  # fmt: skip
+    found.node = 0
+    found.begin({0: 0}, 0, {0: "node 0 (a)"})
+    found.add(LOST_CONNECTION)
     found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
     assert found.judge(1) is Verdict.RESTART
-    assert capsys.readouterr().err == "warning: rank 0 lost the connection to another rank: restarting\n"
+    assert capsys.readouterr().err == "warning: rank 0 on node 0 (a) lost the connection to another rank: restarting\n"
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])  # 1 if Ray chooses the nodes
+def test_a_lost_connection_on_a_ray_cluster_is_restarted_and_counts_before_the_lost_node_is_seen(
+    run, capsys, num_nodes
+):
+    found = verdicts(run, io.StringIO(), num_nodes=num_nodes, max_restarts=2)
+    found.begin({0: 0, 1: 1}, 0, {0: "a", 1: "b"})
+    found.add(LOST_CONNECTION)
+    found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
+    assert found.judge(2) is Verdict.RESTART
+    expected = "rank 0 on a lost the connection to another rank: restarting (1 of 2)"
+    assert capsys.readouterr().err == f"warning: {expected}\n"
+
+
+def test_a_lost_connection_of_a_single_node_is_not_restarted(run):
+    found = verdicts(run, io.StringIO(), max_restarts=2)
+    found.begin({0: 0, 1: 1}, 0)
+    found.add(LOST_CONNECTION)
+    found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
+    assert found.judge(2) is Verdict.OVER
 
 
 @pytest.mark.parametrize(
