@@ -18,7 +18,7 @@ HOROVOD_WITH ?=
 # files come first.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder --durations 25
 
-.PHONY: demo test conformance test-docs test-full test-cluster test-gpu soak check format docs bench screenshots docker-check release clean horovod
+.PHONY: demo test conformance test-docs test-more test-full test-cluster test-gpu soak check format docs bench screenshots docker-check release clean horovod
 .DEFAULT_GOAL := demo
 
 demo: $(DEMO_STAMP)
@@ -29,7 +29,6 @@ test: $(STAMP) $(HOROVOD_STAMP)
 
 # The conformance suite on the engines of torch that `make test` tests in other ways only, Ray on one machine, and further kills.
 conformance: $(STAMP) $(HOROVOD_STAMP)
-	$(BIN)/python -m distributed.testing horovod:2 'deepspeed[zero_stage=3]:2'
 	$(PYTEST) -m 'conformance and not full' --dist loadgroup
 
 # `make test` with every long matrix: all numbers of processes of every backend, and more kills and starts.
@@ -39,6 +38,10 @@ test-full: $(STAMP) $(HOROVOD_STAMP)
 # The samples of the documentation, long examples, and the site. `make test-full` has the longest ones.
 test-docs: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'docs and not full' --dist loadgroup
+
+# Both at once, which takes less time than one after the other.
+test-more: $(STAMP) $(HOROVOD_STAMP)
+	$(PYTEST) -m '(conformance or docs) and not full' --dist loadgroup
 
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
 test-cluster: $(STAMP) $(HOROVOD_STAMP)

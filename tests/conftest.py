@@ -77,11 +77,14 @@ ALONE = ("docs", "conformance", "cluster")  # marks of tests that a command of t
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out a file without tests of the mark that `-m` names, because each test process takes a minute to import all files."""
-    wanted = re.fullmatch(rf"({'|'.join(ALONE)})( and not \w+)*", config.option.markexpr)
+    """Leave out a file without tests of a mark that `-m` names, because each test process takes a minute to import all files."""
+    mark = "|".join(ALONE)
+    wanted = re.fullmatch(rf"(?:({mark})|\(({mark})((?: or (?:{mark}))*)\))(?: and not \w+)*", config.option.markexpr)
     if wanted is None or not (collection_path.name.startswith("test_") and collection_path.suffix == ".py"):
         return None
-    return f"pytest.mark.{wanted[1]}" not in collection_path.read_text() or None
+    names = [wanted[1] or wanted[2], *(wanted[3] or "").split(" or ")[1:]]
+    text = collection_path.read_text()
+    return not any(f"pytest.mark.{name}" in text for name in names) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -426,7 +426,9 @@ class Verdicts:
         if cause.kind in ("signal", "hang"):
             return True
         if cause.is_consequence and cause.node:
-            return True  # the cause is on another node: its launcher restarts too, or Ray has not seen yet that it is lost
+            return (
+                True  # the cause is on another node: its launcher restarts too, or Ray has not seen yet that it is lost
+            )
         return cause.kind == "exception" and self._request.restart_on_exception
 
     @property

@@ -136,8 +136,7 @@ def unchanged(
     "backend",
     [
         "pytorch-ddp",
-        pytest.param("fsdp", marks=pytest.mark.cluster),
-        *(pytest.param(each, marks=pytest.mark.full) for each in ("deepspeed", "horovod", "tensorflow")),
+        *(pytest.param(each, marks=pytest.mark.full) for each in ("fsdp", "deepspeed", "horovod", "tensorflow")),
     ],
 )
 def test_killed_workers_are_missing_until_the_interval_is_over(

@@ -140,8 +140,8 @@ ENGINES = {
 
 
 def of_engine(backend: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Return the marks of a test of what the launcher does on its own: `make test-cluster` runs it with one engine of each framework."""
-    more = () if backend in ("pytorch-ddp", "tensorflow") else (pytest.mark.full,)
+    """Return the marks of a test of what the launcher does on its own: `make test-cluster` runs it with one engine."""
+    more = () if backend == "pytorch-ddp" else (pytest.mark.full,)
     return (pytest.mark.cluster, *more)
 
 
@@ -569,7 +569,9 @@ def test_every_engine_goes_on_bit_for_bit_on_several_nodes(
     [
         ("fsdp", [], Job),
         pytest.param("fsdp", [], JobByRank, marks=pytest.mark.cluster),
-        pytest.param("deepspeed", ["--set", "deepspeed.zero_stage=3"], Job, marks=pytest.mark.cluster),
+        pytest.param(
+            "deepspeed", ["--set", "deepspeed.zero_stage=3"], Job, marks=[pytest.mark.cluster, pytest.mark.full]
+        ),
     ],
 )
 def test_a_sharded_save_without_a_shared_directory_is_refused_before_training(

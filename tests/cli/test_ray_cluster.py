@@ -14,7 +14,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent import futures
 from pathlib import Path
 from typing import Any
 
@@ -216,13 +215,8 @@ class RayMachines:
         for number in range(begun):
             self.add(number)
 
-    def add(self, *numbers: int, **environ: str) -> None:
-        """Start the nodes on these machines at once with more variables, and wait until they have joined."""
-        with futures.ThreadPoolExecutor() as pool:
-            for each in [pool.submit(self._add, number, environ) for number in numbers]:
-                each.result()
-
-    def _add(self, number: int, environ: dict[str, str]) -> None:
+    def add(self, number: int, **environ: str) -> None:
+        """Start the node on machine `number` with more variables, and wait until it has joined."""
         address = self.machines.addresses[number]
         role = ["--head", "--port=6399", "--include-dashboard=false"] if number == 0 else ["--address=10.99.0.1:6399"]
         if number == 0:
@@ -314,7 +308,6 @@ def command_of_the_page() -> list[str]:
     return shlex.split(line)
 
 
-@pytest.mark.full
 def test_the_sample_of_the_page_trains_on_two_nodes_as_on_one_machine(
     ray_machines: Callable[..., RayMachines], run_python: Callable[..., Any]
 ) -> None:
@@ -528,32 +521,32 @@ def test_fit_in_code_takes_a_node_that_joins_and_moves_off_one_that_is_killed(
 def test_the_number_of_workers_follows_the_nodes(
     ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
 ) -> None:
-    """The run follows four nodes, three and one after kills, and four again. Without dropout the weights are those of four workers."""
-    cluster = ray_machines(4)
+    """The run follows three nodes, two and one after kills, and three again. Without dropout the weights are those of three workers."""
+    cluster = ray_machines(3)
     home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND.replace("Dropout(0.5)", "Dropout(0.0)").replace("epochs=4", "epochs=15"))
-    expected = weights_on_one_machine(home, run_cli, 4)
+    expected = weights_on_one_machine(home, run_cli, 3)
 
-    flags = ["--nproc-per-node", "1:4", "--max-restarts", "0", "--set", "elastic_interval_s=5"]
+    flags = ["--nproc-per-node", "1:3", "--max-restarts", "0", "--set", "elastic_interval_s=5"]
     train = ["train", "--script", "train.py", "--backend", "ray", "--address", "10.99.0.1:6399"]
     launched = time.time()
     command = cluster.run("-m", "distributed.cli", *train, *flags)
     wait_for_step(home, 20, command)
-    limit_s = most_to_go_on(home, launched, 4)
+    limit_s = most_to_go_on(home, launched, 3)
     began = time.time()
-    cluster.kill(3)
-    command.wait_for(lambda: first_save_with(home, 3), 60)
-    assert first_save_with(home, 3) - began <= limit_s, command.output
+    cluster.kill(2)
+    command.wait_for(lambda: first_save_with(home, 2), 60)
+    assert first_save_with(home, 2) - began <= limit_s, command.output
     wait_for_step(home, 60, command)
     began = time.time()
     cluster.kill(1)
-    cluster.kill(2)
     command.wait_for(lambda: first_save_with(home, 1), 60)
     assert first_save_with(home, 1) - began <= limit_s, command.output
     # A second for each of 200 steps or more: the run must not end before the nodes have joined.
     (home / "linger").touch()
-    cluster.add(1, 2, 3)
-    command.wait_for("going on with 4 processes", 120)
+    for number in (1, 2):
+        cluster.add(number)
+    command.wait_for("going on with 3 processes", 120)
     (home / "hurry").touch()
     done = command.finish(150, grace=20)
     assert done.returncode == 0, done.output

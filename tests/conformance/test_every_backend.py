@@ -40,7 +40,15 @@ def worlds_of(adapters):
     return {f"{adapter}-{world}": (adapter, world) for adapter in adapters for world in adapter.world_sizes}
 
 
+def marks_of(world):
+    """Return the marks of the checks of `world`."""
+    if world in IN_CONFORMANCE:  # in one test process, with one reference
+        return [pytest.mark.conformance, pytest.mark.xdist_group("conformance suite")]
+    return [] if world in SOME_WORLDS else FULL
+
+
 SOME_WORLDS = worlds_of(ADAPTERS)
+IN_CONFORMANCE = ("horovod-2", "deepspeed[zero_stage=3]-2")
 WORLDS = {**SOME_WORLDS, **worlds_of(MORE_ADAPTERS)}
 pytestmark = pytest.mark.timeout(1200)
 
@@ -79,7 +87,7 @@ def started(tmp_path_factory, run_python):
 @pytest.mark.parametrize(
     ("world", "check"),
     [
-        pytest.param(name, check, marks=[] if name in SOME_WORLDS else FULL)
+        pytest.param(name, check, marks=marks_of(name))
         for name, (adapter, _) in WORLDS.items()
         for check in checks_for(adapter)
     ],

@@ -441,6 +441,7 @@ def test_restarts_are_timed_beside_torchruns(run_python, tmp_path):
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_nodes_times_a_killed_worker_and_a_replaced_node(run_python, tmp_path):
     done = run_python([str(BENCHMARKS / "nodes.py"), "--rounds", "1"], timeout=200, cwd=tmp_path)
 
