@@ -403,7 +403,12 @@ class Verdicts:
             return f"{then} with {more}, so that the traceback shows the failing line" if more else then
         if cause.no_restart_because or cause.kind == "error" or self._had_more:
             return ""
-        if more or cause.kind in ("signal", "hang") or self._request.restart_on_exception:
+        if (
+            more
+            or cause.kind in ("signal", "hang")
+            or self._is_from_elsewhere(cause)
+            or self._request.restart_on_exception
+        ):
             then = f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
             return f"{then}; set {more} to see the failing line in the traceback" if more else then
         return "not restarted: only kills and hangs are restarted"
@@ -417,6 +422,14 @@ class Verdicts:
         self._display.handle({"kind": "warning", "text": f"{in_words(cause)}: {then}"})
         return Verdict.RESTART
 
+    def _is_from_elsewhere(self, cause: Failure) -> bool:
+        """Return whether a failure is the consequence of one on another node, whose launcher restarts too, or which Ray will report.
+
+        An elastic run on Ray is no such case: it goes on once it is known which node is lost.
+        """
+        is_awaited = self.node is None and self._request.is_elastic
+        return cause.is_consequence and bool(cause.node) and not is_awaited
+
     def _may_shrink(self, cause: Failure) -> bool:
         return cause.kind == "signal" and not self.stop_signal
 
@@ -425,10 +438,8 @@ class Verdicts:
             return not self._had_more or (cause.kind == "exception" and self._request.restart_on_exception)
         if cause.kind in ("signal", "hang"):
             return True
-        if cause.is_consequence and cause.node:
-            return (
-                True  # the cause is on another node: its launcher restarts too, or Ray has not seen yet that it is lost
-            )
+        if self._is_from_elsewhere(cause):
+            return True
         return cause.kind == "exception" and self._request.restart_on_exception
 
     @property

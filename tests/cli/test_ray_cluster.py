@@ -39,7 +39,7 @@ from distributed.callbacks import Callback
 class Wait(Callback):
     def on_step_end(self, state, result):
         if not os.path.exists("hurry"):
-            time.sleep(1.0 if os.path.exists("linger") else float(os.environ.get("WAIT_S", "0")))
+            time.sleep(2.0 if os.path.exists("linger") else float(os.environ.get("WAIT_S", "0")))
 
 def train(**settings):
     torch.manual_seed(0)
@@ -356,9 +356,8 @@ def test_nodes_are_waited_for_and_a_lost_one_is_replaced(
     assert done.returncode == 0 and weights_of(done.stdout) == expected, done.output
     found = re.findall(r"^warning: rank \d on (.*): restarting \((\d) of 3\)$", done.stderr, re.M)
     killed, cut = "node1 was killed by signal 9 (SIGKILL)", "node0 lost the connection to another rank"
-    assert found in ([(killed, "1"), (killed, "2")], [(killed, "1"), (cut, "2")]), (
-        done.output
-    )  # the end of a node arrives late
+    # If the news of a kill arrive late, the worker on the other node is the first to say something.
+    assert [count for _, count in found] == ["1", "2"] and {what for what, _ in found} <= {killed, cut}, done.output
     (run,) = home.glob("runs/*")
     events = (run / "events.jsonl").read_text()
     assert events.count('"restarted"') == 2 and events.count('"node_lost"') == 1
@@ -535,14 +534,14 @@ def test_the_number_of_workers_follows_the_nodes(
     limit_s = most_to_go_on(home, launched, 3)
     began = time.time()
     cluster.kill(2)
-    command.wait_for(lambda: first_save_with(home, 2), 60)
+    command.wait_for(lambda: first_save_with(home, 2), 120)
     assert first_save_with(home, 2) - began <= limit_s, command.output
     wait_for_step(home, 60, command)
     began = time.time()
     cluster.kill(1)
-    command.wait_for(lambda: first_save_with(home, 1), 60)
+    command.wait_for(lambda: first_save_with(home, 1), 120)
     assert first_save_with(home, 1) - began <= limit_s, command.output
-    # A second for each of 200 steps or more: the run must not end before the nodes have joined.
+    # Two seconds for each of 200 steps or more: the run must not end before the nodes have joined.
     (home / "linger").touch()
     for number in (1, 2):
         cluster.add(number)
@@ -617,7 +616,7 @@ def test_a_link_that_is_cut_holds_nobody_up(ray_machines: Callable[..., RayMachi
     wait_for_step(home, 20, command)
     cut = time.time()
     cluster.machines.link(1, "down")
-    command.wait_for(lambda: first_save_with(home, 1), 60)
+    command.wait_for(lambda: first_save_with(home, 1), 120)
     assert first_save_with(home, 1) - cut <= most_to_go_on(home, launched, 2), command.output
     command.wait_for("node1 does not answer: the workers start again on the other nodes", 1)
     assert not processes_of(cluster, 1)

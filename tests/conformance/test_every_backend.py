@@ -131,12 +131,12 @@ BY_BACKEND = {
 ALIKE = ("fsdp", "deepspeed")
 
 
-def ends(*only_in_full):
-    """Return an adapter for each backend. `make test-full` alone takes those of the backends `only_in_full`."""
-    return [
-        pytest.param(adapter, id=str(adapter), marks=FULL if name in only_in_full else ())
-        for name, adapter in BY_BACKEND.items()
-    ]
+def ends(*later):
+    """Return an adapter for each backend. `make test` leaves out those of the backends `later`, of which `make conformance` takes the
+    two of its suite."""
+    suite = [WORLDS[world][0].backend for world in IN_CONFORMANCE]
+    marks = {name: pytest.mark.conformance if name in suite else FULL for name in later}
+    return [pytest.param(adapter, id=str(adapter), marks=marks.get(name, ())) for name, adapter in BY_BACKEND.items()]
 
 
 def several(adapter):
@@ -144,9 +144,8 @@ def several(adapter):
     return min(2, max(adapter.world_sizes))
 
 
-@FULL
 @pytest.mark.timeout(300 + 60 * STARTS)
-@pytest.mark.parametrize("adapter", ends())
+@pytest.mark.parametrize("adapter", ends(*BY_BACKEND))
 def test_starts_in_a_row_end_in_order_and_leave_nothing(adapter, tmp_path):
     needs_backend(adapter.backend)
     assert len(check_starts(adapter, several(adapter), tmp_path, STARTS)) == STARTS

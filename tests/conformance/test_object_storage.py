@@ -63,9 +63,9 @@ def uploaded(run):
 @pytest.mark.parametrize(
     ("backend", "world"),
     [
-        ("fsdp", 2),
+        ("pytorch-ddp", 2),
         pytest.param("single", 1, marks=FULL),
-        *(pytest.param(name, 2, marks=FULL) for name in ("pytorch-ddp", "deepspeed", "horovod", "ray")),
+        *(pytest.param(name, 2, marks=FULL) for name in ("fsdp", "deepspeed", "horovod", "ray")),
     ],
 )
 def test_checkpoints_are_copied_and_another_machine_resumes_from_them(run_cli, tmp_path, s3, backend, world):

@@ -201,20 +201,22 @@ def test_only_a_restart_after_a_failure_is_one_in_the_journal(run):
     assert events_of(run)[3:] == ["restarted"]
 
 
-LOST_CONNECTION = {
-    "op": "event", "kind": "error", "rank": 0, "type": "ConnectionResetError", "message": "", "traceback": "", "time": time.time(),
-    "exit_code": 1, "is_message_enough": False,
-}  # fmt: skip
+def without_the_others(found, nodes, left):
+    """Return the verdict on an attempt in which rank 0 says that it has lost the connection to another rank."""
+    found.begin({0: 0, 1: 1}, 0, nodes)
+    found.add({
+        "op": "event", "kind": "error", "rank": 0, "type": "ConnectionResetError", "message": "", "traceback": "", "time": time.time(),
+        "exit_code": 1, "is_message_enough": False,
+    })  # fmt: skip
+    found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
+    return found.judge(left)
 
 
 @pytest.mark.parametrize("fewest", [1, None])
 def test_a_lost_connection_is_shown_without_a_count_because_a_lost_node_is_no_restart(run, capsys, fewest):
     found = verdicts(run, io.StringIO(), num_nodes=2, min_nodes=fewest, max_restarts=1)
     found.node = 0
-    found.begin({0: 0}, 0, {0: "node 0 (a)"})
-    found.add(LOST_CONNECTION)
-    found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
-    assert found.judge(1) is Verdict.RESTART
+    assert without_the_others(found, dict.fromkeys((0, 1), "node 0 (a)"), 1) is Verdict.RESTART
     assert capsys.readouterr().err == "warning: rank 0 on node 0 (a) lost the connection to another rank: restarting\n"
 
 
@@ -223,20 +225,21 @@ def test_a_lost_connection_on_a_ray_cluster_is_restarted_and_counts_before_the_l
     run, capsys, num_nodes
 ):
     found = verdicts(run, io.StringIO(), num_nodes=num_nodes, max_restarts=2)
-    found.begin({0: 0, 1: 1}, 0, {0: "a", 1: "b"})
-    found.add(LOST_CONNECTION)
-    found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
-    assert found.judge(2) is Verdict.RESTART
+    assert without_the_others(found, {0: "a", 1: "b"}, 2) is Verdict.RESTART
     expected = "rank 0 on a lost the connection to another rank: restarting (1 of 2)"
     assert capsys.readouterr().err == f"warning: {expected}\n"
+    assert without_the_others(found, {0: "a", 1: "b"}, 0) is Verdict.OVER
+    assert found.failure["then"] == "no restart is left (max_restarts=2)"
 
 
 def test_a_lost_connection_of_a_single_node_is_not_restarted(run):
     found = verdicts(run, io.StringIO(), max_restarts=2)
-    found.begin({0: 0, 1: 1}, 0)
-    found.add(LOST_CONNECTION)
-    found.add({"op": "exit", "local_rank": 0, "status": 1, "time": time.time()})
-    assert found.judge(2) is Verdict.OVER
+    assert without_the_others(found, {}, 2) is Verdict.OVER
+
+
+def test_a_lost_connection_of_an_elastic_run_on_ray_is_no_restart_because_the_news_of_the_node_decide(run):
+    found = verdicts(run, io.StringIO(), nproc_per_node=2, min_nproc_per_node=1, max_restarts=2)
+    assert without_the_others(found, {0: "a", 1: "b"}, 2) is Verdict.OVER
 
 
 @pytest.mark.parametrize(
