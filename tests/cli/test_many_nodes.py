@@ -502,8 +502,11 @@ def begin(
     ("backend", "count"),
     [
         ("fsdp", 2),
-        *(pytest.param(each, 2, marks=pytest.mark.cluster) for each in ("pytorch-ddp", "tensorflow")),
-        *(pytest.param(each, 2, marks=(pytest.mark.cluster, pytest.mark.full)) for each in ("deepspeed", "horovod")),
+        pytest.param("tensorflow", 2, marks=pytest.mark.cluster),
+        *(
+            pytest.param(each, 2, marks=(pytest.mark.cluster, pytest.mark.full))
+            for each in ("pytorch-ddp", "deepspeed", "horovod")
+        ),
         *(
             pytest.param(each, 3, marks=(pytest.mark.cluster, pytest.mark.full))
             for each in ("fsdp", "deepspeed", "tensorflow")

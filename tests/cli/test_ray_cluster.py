@@ -391,6 +391,7 @@ def test_a_lost_node_without_a_replacement_and_a_node_that_differs_end_the_run_w
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 def test_a_machine_outside_of_the_cluster_trains_on_the_gpus_of_its_nodes(
     ray_machines: Callable[..., RayMachines],
 ) -> None:

@@ -144,8 +144,9 @@ def several(adapter):
     return min(2, max(adapter.world_sizes))
 
 
+@FULL
 @pytest.mark.timeout(300 + 60 * STARTS)
-@pytest.mark.parametrize("adapter", ends(*BY_BACKEND))
+@pytest.mark.parametrize("adapter", ends())
 def test_starts_in_a_row_end_in_order_and_leave_nothing(adapter, tmp_path):
     needs_backend(adapter.backend)
     assert len(check_starts(adapter, several(adapter), tmp_path, STARTS)) == STARTS

@@ -129,6 +129,7 @@ def test_horovodrun_starts_processes_on_two_nodes(
 
 
 @pytest.mark.cluster
+@pytest.mark.full
 @pytest.mark.xdist_group("a cluster of Ray")
 def test_a_ray_cluster_of_two_nodes_trains(nodes: Nodes) -> None:
     """002/ray_nodes.sh"""
