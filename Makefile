@@ -44,8 +44,9 @@ test-more: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m '(conformance or docs) and not full' --dist loadgroup
 
 # Runs on several machines, which are network namespaces here, and on clusters of Ray: as root, with iproute2 and nftables (apt.txt).
+# Two test processes, because each test starts the processes of several machines, and waits for some of them for a limited time.
 test-cluster: $(STAMP) $(HOROVOD_STAMP)
-	$(PYTEST) -m 'cluster and not full' --dist loadgroup --loadscope-reorder --numprocesses 3
+	$(PYTEST) -m 'cluster and not full' --dist loadgroup --loadscope-reorder --numprocesses 2
 
 # Half an hour of training under random faults, and 400 short jobs: as root, about an hour.
 soak: $(STAMP)
