@@ -639,7 +639,8 @@ def test_a_link_that_stays_down_ends_both_nodes_in_time_and_names_the_other(
 def test_a_node_that_never_comes_is_named(
     make_machines: Callable[[int], Machines], start: Callable[..., Started]
 ) -> None:
-    job = Job(make_machines(3), start, "--set", "start_timeout=20")  # on a busy machine, node 0 starts many seconds after node 1
+    # On a busy machine, node 0 starts many seconds after node 1.
+    job = Job(make_machines(3), start, "--set", "start_timeout=20")
     job.nodes[2].kill()
 
     ended = [node.finish(100) for node in job.nodes[:2]]
