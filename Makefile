@@ -39,7 +39,7 @@ test-full: $(STAMP) $(HOROVOD_STAMP)
 test-docs: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m 'docs and not full' --dist loadgroup
 
-# Both at once, which takes less time than one after the other.
+# `make conformance` and `make test-docs` at once, which takes less time than one after the other.
 test-more: $(STAMP) $(HOROVOD_STAMP)
 	$(PYTEST) -m '(conformance or docs) and not full' --dist loadgroup
 

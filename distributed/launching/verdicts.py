@@ -403,12 +403,7 @@ class Verdicts:
             return f"{then} with {more}, so that the traceback shows the failing line" if more else then
         if cause.no_restart_because or cause.kind == "error" or self._had_more:
             return ""
-        if (
-            more
-            or cause.kind in ("signal", "hang")
-            or self._is_from_elsewhere(cause)
-            or self._request.restart_on_exception
-        ):
+        if more or self._may_restart(cause):
             then = f"no restart is left (max_restarts={most})" if most else "max_restarts=0"
             return f"{then}; set {more} to see the failing line in the traceback" if more else then
         return "not restarted: only kills and hangs are restarted"

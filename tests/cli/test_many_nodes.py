@@ -322,13 +322,8 @@ def test_a_plain_script_finds_gloo_on_machines_whose_own_names_lead_elsewhere(
     ("backend", "num_fits"),  # of each Trainer, one after the other
     [
         ("pytorch-ddp", [1]),
-        *(
-            pytest.param(backend, num_fits, marks=(pytest.mark.cluster, pytest.mark.full))
-            for backend, num_fits in [
-                ("pytorch-ddp", [2, 1]),
-                *((each, [1]) for each in ENGINES if each != "pytorch-ddp"),
-            ]
-        ),
+        pytest.param("pytorch-ddp", [2, 1], marks=(pytest.mark.cluster, pytest.mark.full)),
+        *(pytest.param(each, [1], marks=of_engine(each)) for each in ENGINES if each != "pytorch-ddp"),
     ],
     ids=lambda value: value if isinstance(value, str) else "+".join(map(str, value)),
 )

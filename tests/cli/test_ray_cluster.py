@@ -518,35 +518,38 @@ def test_fit_in_code_takes_a_node_that_joins_and_moves_off_one_that_is_killed(
 
 
 @pytest.mark.cluster
+@pytest.mark.parametrize("most", [3, pytest.param(4, marks=pytest.mark.full)])
 def test_the_number_of_workers_follows_the_nodes(
-    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any]
+    ray_machines: Callable[..., RayMachines], run_cli: Callable[..., Any], most: int
 ) -> None:
-    """The run follows three nodes, two and one after kills, and three again. Without dropout the weights are those of three workers."""
-    cluster = ray_machines(3)
+    """The run follows all nodes, one less and one alone after kills, and all again. Without dropout the weights are those of one
+    machine."""
+    cluster = ray_machines(most)
     home = cluster.machines.homes[0]
     (home / "train.py").write_text(COMMAND.replace("Dropout(0.5)", "Dropout(0.0)").replace("epochs=4", "epochs=15"))
-    expected = weights_on_one_machine(home, run_cli, 3)
+    expected = weights_on_one_machine(home, run_cli, most)
 
-    flags = ["--nproc-per-node", "1:3", "--max-restarts", "0", "--set", "elastic_interval_s=5"]
+    flags = ["--nproc-per-node", f"1:{most}", "--max-restarts", "0", "--set", "elastic_interval_s=5"]
     train = ["train", "--script", "train.py", "--backend", "ray", "--address", "10.99.0.1:6399"]
     launched = time.time()
     command = cluster.run("-m", "distributed.cli", *train, *flags)
     wait_for_step(home, 20, command)
-    limit_s = most_to_go_on(home, launched, 3)
+    limit_s = most_to_go_on(home, launched, most)
     began = time.time()
-    cluster.kill(2)
-    command.wait_for(lambda: first_save_with(home, 2), 120)
-    assert first_save_with(home, 2) - began <= limit_s, command.output
+    cluster.kill(most - 1)
+    command.wait_for(lambda: first_save_with(home, most - 1), 120)
+    assert first_save_with(home, most - 1) - began <= limit_s, command.output
     wait_for_step(home, 60, command)
     began = time.time()
-    cluster.kill(1)
+    for number in range(1, most - 1):
+        cluster.kill(number)
     command.wait_for(lambda: first_save_with(home, 1), 120)
     assert first_save_with(home, 1) - began <= limit_s, command.output
     # Two seconds for each of 200 steps or more: the run must not end before the nodes have joined.
     (home / "linger").touch()
-    for number in (1, 2):
+    for number in range(1, most):
         cluster.add(number)
-    command.wait_for("going on with 3 processes", 120)
+    command.wait_for(f"going on with {most} processes", 120)
     (home / "hurry").touch()
     done = command.finish(150, grace=20)
     assert done.returncode == 0, done.output
