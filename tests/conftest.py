@@ -340,24 +340,6 @@ def free_port() -> int:
             return port
 
 
-def start_ray_node(begin: Callable[[], Started]) -> Started:
-    """Start a node of a Ray cluster with `begin`, and wait until it has joined.
-
-    Workaround (Ray 2.60, ray-project/ray#65983; the tries may go when Ray waits for its own services as long as they need): on a
-    busy machine Ray sometimes gives up a start, which is then tried again.
-    """
-    for is_last in (False, False, True):
-        node = begin()
-        try:
-            node.wait_for("Ray runtime started", 150)
-            break
-        except pytest.fail.Exception:
-            node.kill()
-            if is_last or "timed out during startup" not in node.output:
-                raise
-    return node
-
-
 def clean_environment(**extra: str) -> dict[str, str]:
     """Return the environment of this process without variables of launchers, clusters and terminals. This checkout
     is first on the path."""

@@ -20,13 +20,13 @@ from typing import Any
 import pytest
 
 from distributed.runs.directory import RunDirectory
-from tests.conftest import Started, clean_environment, free_port, needs_backend, poll, start_ray_node
+from tests import ray_clusters
+from tests.conftest import Started, free_port, needs_backend, poll
 from tests.machines import Machines, other_version
+from tests.ray_clusters import OPEN, RAY
 
 pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("machines of a cluster of Ray")]
 ROOT = Path(__file__).resolve().parents[2]
-RAY = str(Path(sys.executable).with_name("ray"))
-OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "60"}
 # The variables of docs/ray.md, with which the head notices within three seconds that a node does not answer.
 HEALTH = dict(re.findall(r"(RAY_health_check_\w+)=(\d+)", (ROOT / "docs/ray.md").read_text()))
 SCRIPT = """
@@ -129,28 +129,13 @@ def _ray() -> None:
     needs_backend("ray")
 
 
-def is_listening(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
-
-
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
     """Start a cluster of one node that claims eight GPUs. Yield its address and that of its client server."""
-    directory = tmp_path_factory.mktemp("cluster")
-    ports = [free_port(), free_port()]
-    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
-        head = Started([
-            RAY, "start", "--head", "--block", "--num-cpus=4", "--num-gpus=8", "--include-dashboard=false", "--node-ip-address=127.0.0.1",
-            f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}", "--object-store-memory=100000000", f"--temp-dir={temporary}",
-        ], directory, None, clean_environment(**OPEN, GRPC_ENABLE_FORK_SUPPORT="0"))  # fmt: skip
-        try:
-            head.wait_for("Ray runtime started", 150)
-            poll(lambda: is_listening(ports[1]), 60, lambda: "no client server")  # it comes later
-            yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}"
-        finally:
-            head.kill()
+    directory, port = tmp_path_factory.mktemp("cluster"), free_port()
+    flags = ["--num-cpus=4", "--num-gpus=8", "--include-dashboard=false"]
+    with ray_clusters.head(directory, *flags, client_port=port, GRPC_ENABLE_FORK_SUPPORT="0") as address:
+        yield address, f"ray://127.0.0.1:{port}"
 
 
 @pytest.mark.cluster
@@ -221,7 +206,7 @@ class RayMachines:
         role = ["--head", "--port=6399", "--include-dashboard=false"] if number == 0 else ["--address=10.99.0.1:6399"]
         if number == 0:
             role.append(f"--temp-dir={self._scratch}")
-        self.nodes[number] = start_ray_node(lambda: self._start([
+        self.nodes[number] = ray_clusters.start(lambda: self._start([
             *self.machines.on(number), RAY, "start", "--block", f"--node-ip-address={address}", "--num-cpus=1", f"--num-gpus={self._gpus}",
             "--object-store-memory=100000000", *role,
         ], env={**OPEN, **self._health, "WAIT_S": "0.1", **environ}))  # fmt: skip

@@ -7,7 +7,6 @@ import http.server
 import json
 import re
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +17,10 @@ import pytest
 from distributed.cli.__main__ import run
 from distributed.errors import ConfigError, DistributedError, ResourceError
 from distributed.launcher.submit import ray_jobs
-from tests.cli.test_ray_cluster import COMMAND, OPEN, RAY, weights_of
-from tests.conftest import Started, clean_environment, free_port, needs_backend, needs_library, patient, poll
+from tests import ray_clusters
+from tests.cli.test_ray_cluster import COMMAND, weights_of
+from tests.conftest import free_port, needs_backend, needs_library, patient, poll
+from tests.ray_clusters import OPEN
 
 pytestmark = [pytest.mark.timeout(800), pytest.mark.xdist_group("a cluster of Ray")]
 SUBMIT = ("submit", "ray", "--script", "train.py")
@@ -281,17 +282,11 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Start a cluster of two CPUs with a dashboard, and yield the address of its Jobs API."""
     needs_library("aiohttp_cors", "ray")  # of ray[default]
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
-        head = Started([
-            RAY, "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=true", f"--dashboard-port={port}",
-            f"--dashboard-agent-listen-port={free_port()}", "--node-ip-address=127.0.0.1", f"--port={free_port()}",
-            "--object-store-memory=100000000", f"--temp-dir={temporary}",
-        ], tmp_path_factory.mktemp("dashboard"), None, clean_environment(**OPEN, WAIT_S="0.1"))  # fmt: skip
-        try:
-            head.wait_for("Ray runtime started", 150)
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            head.kill()
+    flags = [
+        "--num-cpus=2", "--include-dashboard=true", f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}",
+    ]  # fmt: skip
+    with ray_clusters.head(tmp_path_factory.mktemp("dashboard"), *flags, WAIT_S="0.1"):
+        yield f"http://127.0.0.1:{port}"
 
 
 @pytest.mark.cluster

@@ -7,16 +7,14 @@ import json
 import signal
 import sqlite3
 import sys
-import tempfile
-from pathlib import Path
 
 import pytest
 import yaml
 
-from tests import event_files
-from tests.conftest import Started, clean_environment, free_port, needs_backend
+from tests import event_files, ray_clusters
+from tests.conftest import needs_backend
+from tests.ray_clusters import OPEN
 
-OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster must say the same
 CLI = [sys.executable, "-m", "distributed.cli"]
 pytestmark = [pytest.mark.timeout(480), pytest.mark.xdist_group("a cluster of Ray")]
 SCRIPT = """
@@ -59,17 +57,8 @@ def place(tmp_path):
 def cluster(tmp_path_factory):
     """The address of an existing cluster of two CPUs."""
     needs_backend("ray")
-    port = free_port()
-    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
-        head = Started([
-            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false",
-            "--node-ip-address=127.0.0.1", f"--port={port}", "--object-store-memory=100000000", f"--temp-dir={temporary}",
-        ], tmp_path_factory.mktemp("cluster"), None, clean_environment(**OPEN))  # fmt: skip
-        try:
-            head.wait_for("Ray runtime started", 150)
-            yield f"127.0.0.1:{port}"
-        finally:
-            head.kill()
+    with ray_clusters.head(tmp_path_factory.mktemp("cluster"), "--num-cpus=2", "--include-dashboard=false") as address:
+        yield address
 
 
 def command(place, *flags, space="space.yaml"):

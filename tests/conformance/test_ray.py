@@ -15,13 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import ray_clusters
 from tests.conformance import test_whole_model as whole_model
 from tests.conformance.runs import arguments, assert_same, digests, events, newest
-from tests.conftest import Started, clean_environment, free_port, needs_backend, poll
+from tests.conftest import clean_environment, free_port, needs_backend
+from tests.ray_clusters import OPEN
 
 JOBS = Path(__file__).parent / "jobs" / "ray"
 CLI = [sys.executable, "-m", "distributed.cli"]
-OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}  # both sides of a cluster need the same values
 pytestmark = pytest.mark.timeout(480)
 
 
@@ -43,26 +44,15 @@ def cluster(tmp_path_factory):
     longer than the default of 30 s, as a busy machine needs more.
     """
     directory = tmp_path_factory.mktemp("cluster")
-    ports, failing = [free_port(), free_port()], directory / "failing"
-    environ = clean_environment(**OPEN, RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S="120", FAILING_SERVER=str(failing))
-    environ["PYTHONPATH"] += f":{JOBS / 'head'}"
-    with tempfile.TemporaryDirectory(prefix="head-") as temporary:  # short: sockets lie in it
-        head = Started([
-            str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false",
-            "--node-ip-address=127.0.0.1", f"--port={ports[0]}", f"--ray-client-server-port={ports[1]}",
-            "--object-store-memory=100000000", f"--temp-dir={temporary}",
-        ], directory, None, environ)  # fmt: skip
-        try:
-            head.wait_for("Ray runtime started", 150)
-            poll(lambda: listens(ports[1]), 60, lambda: f"no client server\n{head.output}")
-            yield f"127.0.0.1:{ports[0]}", f"ray://127.0.0.1:{ports[1]}", failing
-        finally:
-            head.kill()
-
-
-def listens(port):
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    port, failing = free_port(), directory / "failing"
+    environ = {
+        "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "120", "FAILING_SERVER": str(failing),
+        "PYTHONPATH": f"{clean_environment()['PYTHONPATH']}:{JOBS / 'head'}",
+    }  # fmt: skip
+    with ray_clusters.head(
+        directory, "--num-cpus=2", "--include-dashboard=false", client_port=port, **environ
+    ) as address:
+        yield address, f"ray://127.0.0.1:{port}", failing
 
 
 def plain(out, mode, *flags):

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Trainer
+from tests import ray_clusters
 from tests.seeds.running import run
 
 OUT = Path(sys.argv[1])
@@ -35,10 +36,7 @@ def train_function(config: dict[str, Any]) -> None:
 
 def main() -> None:
     os.chdir(OUT)
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-        object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
-    )  # fmt: skip
+    ray_clusters.init(OUT / "ray", num_cpus=2)
     given = {"create_model": create_model, "train_loader": train_loader, "val_loader": val_loader}
     np.random.seed(0)  # Ray Tune draws from this generator; some rates of the sample's range learn nothing in one epoch
     with contextlib.redirect_stdout(io.StringIO()) as text:

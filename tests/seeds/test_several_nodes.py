@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import Finished, Started, needs_backend, start_ray_node
+from tests import ray_clusters
+from tests.conftest import Finished, Started, needs_backend
 from tests.machines import Machines
 from tests.seeds.test_seeds import GPT, HERE, SAMPLES, environment
 from tests.slurm import Slurm, needs_slurm
@@ -134,11 +135,8 @@ def test_horovodrun_starts_processes_on_two_nodes(
 def test_a_ray_cluster_of_two_nodes_trains(nodes: Nodes) -> None:
     """002/ray_nodes.sh"""
     needs_backend("ray")
-    addresses, quiet = (
-        nodes.machines.addresses,
-        {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "60"},
-    )
-    ray = [Path(sys.executable).with_name("ray"), "start", "--block", "--num-cpus=1", "--object-store-memory=100000000"]
+    addresses, quiet = nodes.machines.addresses, ray_clusters.OPEN
+    ray = [ray_clusters.RAY, "start", "--block", "--num-cpus=1", "--object-store-memory=100000000"]
     places = (
         ["--head", "--port=6399", "--ray-client-server-port=10001", "--include-dashboard=false"],
         [f"--address={addresses[0]}:6399"],
@@ -149,7 +147,7 @@ def test_a_ray_cluster_of_two_nodes_trains(nodes: Nodes) -> None:
             files = stack.enter_context(tempfile.TemporaryDirectory(prefix="r-"))  # short: sockets lie in it
             words = [*ray, *place, f"--node-ip-address={addresses[number]}"]
             begin = functools.partial(nodes.begin, number, *words, RAY_TMPDIR=files, **quiet)
-            stack.callback(start_ray_node(begin).kill)
+            stack.callback(ray_clusters.start(begin).kill)
 
         (done,) = nodes.run("002/ray_nodes.sh", **quiet)
 

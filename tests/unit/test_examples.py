@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import runpy
 import secrets
-import subprocess
+import signal
 import sys
 import urllib.error
 import urllib.request
@@ -17,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from distributed import load_weights
-from tests.conftest import free_port, patient, poll
+from tests import ray_clusters
+from tests.conftest import free_port
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TINY_GPT = ["--hidden-size", "32", "--attention-heads", "2", "--layers", "2", "--max-seq-length", "32"]
@@ -53,7 +53,7 @@ def test_digits_reach_094_in_a_loop_of_the_script_on_shards(run_cli, tmp_path):
 
 @pytest.mark.conformance
 @pytest.mark.xdist_group("a cluster of Ray")
-def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
+def test_the_best_checkpoint_is_served_over_http(run_cli, start, tmp_path):
     pytest.importorskip("ray.serve")
     trained = ["train", "--script", str(EXAMPLES / "train.py"), "--epochs", "2", "--run-dir", "base"]
     assert run_cli(trained, timeout=120, cwd=tmp_path).returncode == 0
@@ -63,22 +63,17 @@ def test_the_best_checkpoint_is_served_over_http(run_cli, tmp_path):
     images, _ = held_out[:5]
     url = f"http://127.0.0.1:{free_port()}/"
     command = [sys.executable, str(EXAMPLES / "serve.py"), "base", "--port", url.rpartition(":")[2].strip("/")]
-    environ = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "RAY_USAGE_STATS_ENABLED": "0"}
-    environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    with (tmp_path / "log").open("w") as log:
-        server = subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=log, stderr=subprocess.STDOUT)
-    try:
-        log_of = (tmp_path / "log").read_text
-        poll(lambda: "serving base at" in log_of(), patient(150), log_of, lambda: server.poll() is not None)
-        answer = posted(url, {"images": (images.squeeze(1) * 16).tolist()})
-        expected = model(images).softmax(1)
-        assert answer["checkpoint"] == checkpoint and answer["digits"] == expected.argmax(1).tolist()
-        assert answer["probabilities"] == pytest.approx(expected.amax(1).tolist(), rel=1e-4)
-        with pytest.raises(urllib.error.HTTPError, match="400"):
-            posted(url, {"pictures": []})
-    finally:
-        server.terminate()
-        server.wait(60)
+    environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    server = ray_clusters.start(lambda: start(command, cwd=tmp_path, env=environ, fresh=True), "serving base at")
+
+    answer = posted(url, {"images": (images.squeeze(1) * 16).tolist()})
+    expected = model(images).softmax(1)
+    assert answer["checkpoint"] == checkpoint and answer["digits"] == expected.argmax(1).tolist()
+    assert answer["probabilities"] == pytest.approx(expected.amax(1).tolist(), rel=1e-4)
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        posted(url, {"pictures": []})
+    server.signal(signal.SIGTERM)
+    server.process.wait(60)
 
 
 def posted(url: str, content: object) -> dict[str, object]:

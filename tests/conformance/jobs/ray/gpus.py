@@ -13,6 +13,7 @@ from ray.util.placement_group import placement_group
 
 from distributed.launching.request import LaunchRequest
 from distributed.launching.subprocess_launch import start_launcher
+from tests import ray_clusters
 
 SCRIPT = 'import os; print(os.environ["LOCAL_RANK"], os.environ["CUDA_VISIBLE_DEVICES"])'
 
@@ -29,10 +30,7 @@ def seen(name, **options):
 
 def main():
     Path("show.py").write_text(SCRIPT)
-    ray.init(
-        "local", num_cpus=5, num_gpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-        object_store_memory=10**8, _temp_dir=sys.argv[1],
-    )  # fmt: skip
+    ray_clusters.init(sys.argv[1], num_cpus=5, num_gpus=4)
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     group = placement_group([{"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}])
     ray.get(group.ready())

@@ -16,6 +16,7 @@ from ray import tune
 from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import RayTrainer
+from tests import ray_clusters
 
 OUT = Path(sys.argv[1])
 GROUP = tune.PlacementGroupFactory
@@ -93,10 +94,7 @@ def result_of(trial):
 
 
 def main():
-    ray.init(
-        address="local", num_cpus=3, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-        object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
-    )  # fmt: skip
+    ray_clusters.init(OUT / "ray", num_cpus=3)
     print(json.dumps({name: sweep(name) for name in sys.argv[2:]}, default=str))
     ray.shutdown()
 

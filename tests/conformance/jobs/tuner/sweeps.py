@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distributed import Callback, DistributedError, DistributedTuner, Trainer
 from distributed.cli.mlflow_sync import mlflow_sync
+from tests import ray_clusters
 
 OUT = Path(sys.argv[1])
 x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
@@ -309,10 +310,7 @@ SWEEPS = {
 
 def main(kind):
     found = {"own": own("own", [1, 2, 3])} if kind == "more" else {}
-    ray.init(
-        address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
-        object_store_memory=10**8, _temp_dir=str(OUT / "ray"),
-    )  # fmt: skip
+    ray_clusters.init(OUT / "ray", num_cpus=2)
     for sweep in SWEEPS[kind]:
         found[sweep.__name__] = sweep()
     free = time.monotonic() + 20
