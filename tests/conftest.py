@@ -57,6 +57,9 @@ def pytest_configure() -> None:
     signals, and commands would inherit that."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Keep test files whose assertions pytest has rewritten, also with PYTHONDONTWRITEBYTECODE. Otherwise each test process rewrites
+    # them again.
+    sys.dont_write_bytecode = False
 
 
 # Files that take twenty seconds or more, the longest first. `make test` distributes whole files in this order, so that no

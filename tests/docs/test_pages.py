@@ -58,8 +58,13 @@ NEEDING = {
 }  # fmt: skip
 
 
+# Long commands for `make test-full`. Other tests run the same ones.
+LONG = ("parity-0",)
+
+
 def sample(page, code, number):
-    return pytest.param(page, code, id=f"{name_of(page)}-{number}")
+    name = f"{name_of(page)}-{number}"
+    return pytest.param(page, code, id=name, marks=pytest.mark.full if name in LONG else ())
 
 
 SCRIPTS = [
