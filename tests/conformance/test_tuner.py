@@ -212,13 +212,11 @@ def test_what_cannot_be_is_one_line_in_seconds(found, name, kind, said):
     assert told["seconds"] < 60
 
 
-@pytest.mark.parametrize("side_by_side", [False, pytest.param(True, marks=FULL)])
-def test_a_sweep_goes_on_as_if_it_had_never_ended(request, side_by_side):
-    facts = (
-        request.getfixturevalue("more")["resumed_side_by_side"]
-        if side_by_side
-        else request.getfixturevalue("found")["resume"]
-    )
+# `make conformance` kills a sweep of the command and continues it (test_tune.py).
+@FULL
+@pytest.mark.parametrize("side_by_side", [False, True])
+def test_a_sweep_goes_on_as_if_it_had_never_ended(more, side_by_side):
+    facts = more["resumed_side_by_side" if side_by_side else "resume"]
     assert facts["started"] == [0, 1, 2, 3, 4] and facts["same"]
     assert facts["processes"] <= (3 if side_by_side else 1)  # for five trials
     assert "saved no checkpoint: train with a Trainer" in facts["no trainer"]["said"]

@@ -138,6 +138,7 @@ def test_torch_keeps_nothing_where_others_can_write(tmp_path: Path, when: str) -
     assert text == f"torch.compile does not use its cache {planted}, as other users can write there: it uses {own}"
 
 
+@pytest.mark.full
 def test_a_cache_that_the_user_chose_stays_and_an_open_one_is_a_warning(tmp_path: Path) -> None:
     planted, chosen = tmp_path / "tmp" / "torchinductor_victim", tmp_path / "chosen"
     (planted / "fxgraph").mkdir(parents=True)

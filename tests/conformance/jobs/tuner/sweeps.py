@@ -303,8 +303,8 @@ def _artifacts(run):
 
 
 SWEEPS = {
-    "few": (grid, named, failures, refusals, resume),
-    "more": (died, resumed_side_by_side, asha, distributed_trials, optuna, pbt, hyperband, tracked),
+    "few": (grid, named, failures, refusals),
+    "more": (died, resume, resumed_side_by_side, asha, distributed_trials, optuna, pbt, hyperband, tracked),
 }
 
 
