@@ -497,10 +497,9 @@ def begin(
     ("backend", "count"),
     [
         ("fsdp", 2),
-        pytest.param("tensorflow", 2, marks=pytest.mark.cluster),
         *(
             pytest.param(each, 2, marks=(pytest.mark.cluster, pytest.mark.full))
-            for each in ("pytorch-ddp", "deepspeed", "horovod")
+            for each in ("pytorch-ddp", "deepspeed", "horovod", "tensorflow")
         ),
         *(
             pytest.param(each, 3, marks=(pytest.mark.cluster, pytest.mark.full))

@@ -237,7 +237,7 @@ def test_a_script_that_fails_is_tried_again_so_often(submit: Callable[..., Submi
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("name", ["one-pod-per-process", "one-pod-per-node"])
+@pytest.mark.parametrize("name", ["one-pod-per-process", pytest.param("one-pod-per-node", marks=pytest.mark.full)])
 def test_the_examples_run_with_other_sizes(
     make_machines: Callable[..., Machines], start: Callable[..., Started], tmp_path: Path, name: str
 ) -> None:

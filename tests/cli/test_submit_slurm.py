@@ -261,7 +261,7 @@ def test_each_task_of_an_array_has_a_run_of_its_own(cluster: Cluster) -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("name", ["one-task-per-process", "one-task-per-node"])
+@pytest.mark.parametrize("name", [pytest.param("one-task-per-process", marks=pytest.mark.full), "one-task-per-node"])
 def test_the_examples_run_with_other_sizes(cluster: Cluster, name: str) -> None:
     text = (ROOT / "examples/slurm" / f"{name}.sbatch").read_text()
     for asked, here in (

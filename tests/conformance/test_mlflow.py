@@ -375,6 +375,7 @@ def test_what_a_server_missed_at_the_start_is_there_after_a_resume(entrance, run
     assert "checkpoints/step-00000032/manifest.json" in files(client, run_id)
 
 
+@pytest.mark.full
 def test_a_slow_server_holds_no_step_up_and_gets_the_rest_later(entrance, start, run_cli, tmp_path):
     entrance.mode = "slow"  # each request waits for 30 seconds
     run = tmp_path / "slow"

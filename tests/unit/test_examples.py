@@ -185,6 +185,7 @@ def test_keras_digits_reach_097_on_two_processes(run_cli, tmp_path):
 
 
 @pytest.mark.docs
+@pytest.mark.full
 def test_a_gan_draws_digits_on_two_processes_within_a_minute(run_cli, tmp_path):
     script = str(EXAMPLES / "gan_digits.py")
 
