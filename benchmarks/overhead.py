@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import socket
 import statistics
 import subprocess
@@ -158,10 +159,11 @@ def measure(name: str, quick: bool, store: dict[str, str]) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Return a port that is free, of those that Linux gives to no connection by itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def environment(rank: int, port: int) -> dict[str, str]:

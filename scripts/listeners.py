@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -294,10 +295,11 @@ def can_enter(path: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a port that is free at the moment of the call."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
+    """Return a port that is free, of those that Linux gives to no connection by itself."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 # ------------------------------------------------------------------ the table
