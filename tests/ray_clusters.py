@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,36 +22,43 @@ RAY = str(Path(sys.executable).with_name("ray"))
 # What a test says on both sides of a cluster: no token, no statistics, and more time for its services to start.
 OPEN = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0", "RAY_raylet_start_wait_time_s": "60"}
 _TOO_SLOW = "timed out during startup"
+T = TypeVar("T")
+
+
+def _tried(attempt: Callable[[], T]) -> T:
+    """Return what `attempt` returns, at its third try at the latest if Ray was too slow."""
+    for is_last in (False, False, True):
+        try:
+            return attempt()
+        except (Exception, pytest.fail.Exception) as error:  # Ray raises no subclass here, so the text tells
+            if is_last or _TOO_SLOW not in str(error):
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
 def init(directory: Path | str, **settings: Any) -> None:
     """Start a cluster in this process with `ray.init`, with its files in `directory`, whose path must be short."""
     import ray
 
-    for is_last in (False, False, True):
-        try:
-            ray.init(
-                "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=10**8,
-                _temp_dir=str(directory), **settings,
-            )  # fmt: skip
-            return
-        except Exception as error:  # Ray raises no subclass here, so the text tells
-            if is_last or _TOO_SLOW not in str(error):
-                raise
+    _tried(lambda: ray.init(
+        "local", include_dashboard=False, log_to_driver=False, logging_level="ERROR", object_store_memory=10**8,
+        _temp_dir=str(directory), **settings,
+    ))  # fmt: skip
 
 
 def start(begin: Callable[[], Started], started: str = "Ray runtime started") -> Started:
     """Start a command with `begin` that starts a node of Ray, and wait until it says `started`."""
-    for is_last in (False, False, True):
+
+    def attempt() -> Started:
         node = begin()
         try:
-            node.wait_for(started, patient(150))
-            break
+            node.wait_for(started, patient(150))  # an error holds the output
         except pytest.fail.Exception:
             node.kill()
-            if is_last or _TOO_SLOW not in node.output:
-                raise
-    return node
+            raise
+        return node
+
+    return _tried(attempt)
 
 
 @contextlib.contextmanager

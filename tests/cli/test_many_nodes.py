@@ -718,23 +718,23 @@ def test_a_failure_of_the_script_on_one_node_is_shown_on_all(
 def test_a_node_with_another_version_is_refused_and_both_versions_are_named(
     make_machines: Callable[[int], Machines], start: Callable[..., Started], name: str
 ) -> None:
-    job = Job(make_machines(2), start, "--set", "start_timeout=40", begun=())
+    job = Job(make_machines(2), start, begun=())
     env = {} if name == "torch" else other_version(job.machines.homes[1], name, "9.9.9")
     if name == "torch":  # its version is an attribute of the module
         (job.machines.homes[1] / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '9.9.9'\n")
         env = {"PYTHONPATH": str(job.machines.homes[1])}
 
-    node_0, node_1 = job.begin(0), job.begin(1, **env)
-    refused = node_1.finish(100)
-    node_0.wait_for("was refused", 10)
-    node_0.signal(signal.SIGTERM)  # it would wait for another node 1 until `start_timeout`
-    waited = node_0.finish(40)
+    node_1 = job.begin(1, "--set", "start_timeout=60", **env)
+    node_1.wait_for("waiting 60 s for node 0")  # so that it comes before node 0 gives up, also on a busy machine
+    node_0 = job.begin(0, "--set", "start_timeout=10")
+    refused, waited = node_1.finish(100), node_0.finish(100)
 
-    assert [waited.returncode, refused.returncode] == [143, 1]
+    assert [waited.returncode, refused.returncode] == [1, 1]
     assert re.search(
         rf"node 1 \(node1, 10.99.0.2\) differs from node 0: {name} 9.9.9 there and \S+ on node 0", error_of(refused)
     )
     assert re.search(rf"warning: node 1 .* was refused: .*{name} 9.9.9 there", waited.output), waited.output
+    assert "node 1 did not join within 10 s" in error_of(waited)
 
 
 @pytest.mark.cluster

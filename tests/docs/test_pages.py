@@ -58,7 +58,7 @@ NEEDING = {
 }  # fmt: skip
 
 
-# Long commands for `make test-full`. Other tests run the same ones.
+# Long commands for `make test-full`. test_parity.py runs this one with other arguments.
 LONG = ("parity-0",)
 
 
